@@ -1,0 +1,1 @@
+"""The node side: one process a node that starts, watches and stops the workers."""

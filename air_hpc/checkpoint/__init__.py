@@ -1,0 +1,1 @@
+"""Distributed checkpoints in the run directory's commit protocol."""

@@ -1,0 +1,1 @@
+"""Measurements of one machine: matmul rate, ports, file system, devices."""

@@ -1,0 +1,1 @@
+"""The run directory: layout, atomic writes, fence, ledger, commit protocol and spool."""

@@ -1,0 +1,1 @@
+"""Find runs, reconcile them with Slurm, read their logs."""

@@ -1,0 +1,1 @@
+"""Ships the spool and the ledger to MLflow."""

@@ -1,0 +1,1 @@
+"""The worker: the native training loop."""
