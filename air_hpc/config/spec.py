@@ -16,7 +16,7 @@ from air_hpc.config.fields import Auto, above, at_least, between, one_line
 from air_hpc.hardware.accelerator import AcceleratorSpec
 
 SCHEMA_VERSION = 1
-"""Of run.yaml, events and manifests. A reader keeps keys it does not know, and refuses a newer one."""
+"""Of run.yaml, events and manifests. A reader keeps unknown keys and refuses a newer version."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ class OptimizerSpec:
 
 @dataclass(frozen=True)
 class ScheduleSpec:
-    """Learning rate over steps: warm-up, then `cosine`, `wsd` (warm-up stable decay) or `constant`."""
+    """Learning rate over steps: warm-up, then cosine, warm-up-stable-decay or constant."""
 
     name: Literal["cosine", "wsd", "constant"] = "cosine"
     warmup_steps: int = at_least(0, 20)
@@ -189,7 +189,7 @@ class ScheduleSpec:
 
 @dataclass(frozen=True)
 class TrainSpec:
-    """The training itself. `micro_batch_size` is sequences a rank a forward; accumulation follows."""
+    """The training itself; `micro_batch_size` counts sequences of one rank in one forward."""
 
     steps: int = at_least(1, 200)
     global_batch_size: int = at_least(1, 16)
@@ -232,7 +232,7 @@ class TrackingSpec:
     `auto` is a SQLite file in the runs folder on `cluster=local` and null on a cluster."""
 
     name: str = one_line("mlflow")
-    uri: str | None | Auto = one_line("auto")
+    uri: str | Auto | None = one_line("auto")
     experiment: str = one_line("air_hpc")
     interval_s: float = above(0, 2.0)
 
