@@ -29,27 +29,25 @@ def resolve_mesh(spec: RunSpec) -> tuple[Mesh | None, list[Problem]]:
     """
     asked = spec.parallelism
     world = spec.launch.nodes * spec.launch.devices_per_node
-    model_parallel = asked.pp * asked.cp * asked.tp
-    fixed = model_parallel * _fixed_data_parallel(asked)
-    if world % fixed:
-        exact = "auto" not in (asked.dp_replicate, asked.dp_shard)
-        return None, [_does_not_multiply(spec, fixed, world, exact=exact)]
-    rest = world // fixed
-    replicate, shard = asked.dp_replicate, asked.dp_shard
-    if replicate == "auto" and shard == "auto":
-        in_node = max(1, spec.launch.devices_per_node // (asked.cp * asked.tp))
-        shard = max(d for d in divisors(rest) if d <= in_node)
-        replicate = rest // shard
-    elif replicate == "auto":
-        replicate = rest
-    elif shard == "auto":
-        shard = rest
-    elif rest != 1:
-        return None, [_does_not_multiply(spec, fixed, world, exact=True)]
-    assert isinstance(replicate, int)
-    assert isinstance(shard, int)
+    fixed = asked.pp * asked.cp * asked.tp * _fixed_data_parallel(asked)
+    both_given = isinstance(asked.dp_replicate, int) and isinstance(asked.dp_shard, int)
+    if world % fixed or (both_given and world != fixed):
+        return None, [_does_not_multiply(spec, fixed, world, exact=both_given)]
+    replicate, shard = _filled(asked, world // fixed, spec.launch.devices_per_node)
     mesh = Mesh(asked.pp, replicate, shard, asked.cp, asked.tp, asked.ep)
     return mesh, _expert_problems(mesh)
+
+
+def _filled(asked: ParallelismSpec, rest: int, devices_per_node: int) -> tuple[int, int]:
+    """dp_replicate and dp_shard, those that are `auto` taking the `rest` of the world."""
+    replicate, shard = asked.dp_replicate, asked.dp_shard
+    if isinstance(shard, int):
+        return (replicate if isinstance(replicate, int) else rest), shard
+    if isinstance(replicate, int):
+        return replicate, rest
+    in_node = max(1, devices_per_node // (asked.cp * asked.tp))
+    widest = max(d for d in divisors(rest) if d <= in_node)
+    return rest // widest, widest
 
 
 def _fixed_data_parallel(asked: ParallelismSpec) -> int:
