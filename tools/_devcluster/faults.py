@@ -1,0 +1,76 @@
+"""A node's faults: death, isolation, drain; and its revival."""
+
+import time
+from collections.abc import Iterable
+
+from .cluster import node_states, require_cluster, start_slurmds, wait_for_nodes
+from .daemons import of_nodes, slurmds, stepds
+from .errors import DevclusterError
+from .install import Install, require_root
+from .processes import Process, Table, kill_all, process_table
+from .state import State, cluster_lock
+
+
+def kill_nodes(state: State, nodes: Iterable[str]) -> int:
+    """The nodes die: slurmd, slurmstepd, srun, the batch script and every task; how many."""
+    names = list(nodes)
+    return _kill(lambda table: of_nodes(table, state, names))
+
+
+def isolate_nodes(state: State, nodes: Iterable[str]) -> int:
+    """Slurm loses the nodes, and their tasks live on: only slurmd and slurmstepd are killed."""
+    names = set(nodes)
+
+    def find(table: Table) -> list[Process]:
+        daemons = [process for node, process in slurmds(table, state).items() if node in names]
+        return daemons + [process for process, node in stepds(table, state).items() if node in names]
+
+    return _kill(find)
+
+
+def _kill(find) -> int:  # type: ignore[no-untyped-def]
+    require_root()
+    found, alive = kill_all(find)
+    if alive:
+        raise DevclusterError(
+            "still alive after SIGKILL: " + ", ".join(f"{p.pid} ({p.name})" for p in alive)
+        )
+    return len(found)
+
+
+def revive_nodes(install: Install, state: State, nodes: Iterable[str], timeout_s: float) -> None:
+    """Start the slurmd that are missing, take back a drain, and wait until the nodes take jobs."""
+    require_root()
+    require_cluster(state)
+    names = list(nodes)
+    deadline = time.monotonic() + timeout_s
+    with cluster_lock(state):
+        running = slurmds(process_table(), state)
+        start_slurmds(install, state, [name for name in names if name not in running])
+    while True:
+        states = node_states(install, state)
+        # A drained or failed node stays so when it registers; a down one comes back by itself.
+        stuck = [name for name in names if states.get(name, "").startswith(("dr", "fail", "down"))]
+        if stuck:
+            _resume(install, state, stuck)
+        try:
+            return wait_for_nodes(install, state, names, min(deadline, time.monotonic() + 3))
+        except DevclusterError:
+            if time.monotonic() > deadline:
+                raise
+
+
+def _resume(install: Install, state: State, names: list[str]) -> None:
+    for name in names:
+        try:
+            install.run("scontrol", "update", f"nodename={name}", "state=resume",
+                        slurm_conf=str(state.slurm_conf))  # fmt: skip
+        except DevclusterError as error:
+            if "Invalid node state" not in str(error):  # it came back by itself meanwhile
+                raise
+
+
+def drain_nodes(install: Install, state: State, nodes: Iterable[str]) -> None:
+    """The nodes take no further job; running ones go on."""
+    install.run("scontrol", "update", f"nodename={','.join(nodes)}", "state=drain",
+                "reason=devcluster drain-node", slurm_conf=str(state.slurm_conf))  # fmt: skip
