@@ -95,8 +95,7 @@ def _start_mariadbd(install: Install, state: State) -> None:
             log = folder / "mariadbd.log"
             shutil.copy(log, state.folder("log"))
             raise DevclusterError(
-                "mariadbd made no socket within 60 s: see "
-                f"{state.folder('log')}/mariadbd.log"
+                f"mariadbd made no socket within 60 s: see {state.folder('log')}/mariadbd.log"
             )
         time.sleep(0.1)
     record_daemons(state, "mariadbd")

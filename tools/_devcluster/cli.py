@@ -1,21 +1,24 @@
 """The verbs of devcluster. Exit codes: 0 done, 1 the environment is not as needed, 2 bad input."""
 
 import argparse
+import dataclasses
 import json
 import sys
+from collections.abc import Callable
+from typing import Any
 
 from . import cluster, faults
-from .errors import DevclusterError
+from .errors import BadArguments, DevclusterError
 from .install import find_install
 from .spec import ClusterSpec, build_spec
-from .state import State, default_state, open_state
+from .state import default_state, open_state
 
 
 def main(arguments: list[str]) -> int:
     """Run one verb; every expected failure is a line on stderr and an exit code."""
     options = build_parser().parse_args(arguments)
     try:
-        options.run(options, open_state(options.state))
+        options.run(options)
     except DevclusterError as error:
         for line in str(error).splitlines():
             print(f"devcluster: {line}", file=sys.stderr)
@@ -94,20 +97,27 @@ def _add_up(verbs) -> None:  # type: ignore[no-untyped-def]
     form.add_argument("--print-env", action="store_true", help="print only the export lines")
 
 
-def run_up(options: argparse.Namespace, state: State) -> None:
+def checked(*parts: Callable[[], object]) -> tuple[Any, ...]:
+    """What each part makes of the arguments; BadArguments with the problems of all of them."""
+    made, problems = [], []
+    for part in parts:
+        try:
+            made.append(part())
+        except BadArguments as error:
+            problems.append(str(error))
+    if problems:
+        raise BadArguments("\n".join(problems))
+    return tuple(made)
+
+
+def run_up(options: argparse.Namespace) -> None:
     """`up`: on stdout the export lines, for people the rest on stderr."""
-    install = find_install(options.slurm)
-    spec = build_spec(
-        nodes=options.nodes,
-        devices_per_node=options.devices_per_node,
-        cpus_per_node=options.cpus_per_node,
-        topology=options.topology,
-        accounting=options.accounting,
-        user=options.user,
-        array_max=options.array_max,
-        exclusive=options.exclusive,
-        settings=options.settings,
-        slurm=options.slurm,
+    names = (field.name for field in dataclasses.fields(ClusterSpec))
+    wanted = {name: getattr(options, name) for name in names}
+    install, spec, state = checked(
+        lambda: find_install(options.slurm),
+        lambda: build_spec(**wanted),
+        lambda: open_state(options.state),
     )
     timeout_s = options.timeout or 60 + spec.nodes / 4
     started = cluster.up(install, spec, state, timeout_s)
@@ -130,14 +140,16 @@ def run_up(options: argparse.Namespace, state: State) -> None:
     print(cluster.environment_lines(state))
 
 
-def run_down(options: argparse.Namespace, state: State) -> None:
+def run_down(options: argparse.Namespace) -> None:
     """`down`."""
+    state = open_state(options.state)
     ended = cluster.down(state, options.keep_logs)
     cluster.say(f"ended {ended} processes of {state.root}" if ended else "nothing was running")
 
 
-def run_status(options: argparse.Namespace, state: State) -> None:
+def run_status(options: argparse.Namespace) -> None:
     """`status`: exit code 0 whatever the state is."""
+    state = open_state(options.state)
     result = cluster.status(find_install("host"), state)
     if options.json:
         print(json.dumps(result))
@@ -157,34 +169,39 @@ def run_status(options: argparse.Namespace, state: State) -> None:
         print("  job {id} {name} of {user}: {state} in {partition} on {nodes}".format(**job))
 
 
-def run_env(options: argparse.Namespace, state: State) -> None:
+def run_env(options: argparse.Namespace) -> None:
     """`env`."""
+    state = open_state(options.state)
     cluster.require_cluster(state)
     print(cluster.environment_lines(state))
 
 
-def run_kill(options: argparse.Namespace, state: State) -> None:
+def run_kill(options: argparse.Namespace) -> None:
     """`kill-node`."""
+    state = open_state(options.state)
     nodes = cluster.known_nodes(cluster.require_cluster(state), options.nodes)
     cluster.say(f"killed {faults.kill_nodes(state, nodes)} processes of {' '.join(nodes)}")
 
 
-def run_isolate(options: argparse.Namespace, state: State) -> None:
+def run_isolate(options: argparse.Namespace) -> None:
     """`isolate-node`."""
+    state = open_state(options.state)
     nodes = cluster.known_nodes(cluster.require_cluster(state), options.nodes)
     cluster.say(f"killed {faults.isolate_nodes(state, nodes)} daemons of {' '.join(nodes)}")
 
 
-def run_revive(options: argparse.Namespace, state: State) -> None:
+def run_revive(options: argparse.Namespace) -> None:
     """`revive-node`."""
+    state = open_state(options.state)
     spec = cluster.require_cluster(state)
     nodes = cluster.known_nodes(spec, options.nodes)
     faults.revive_nodes(find_install(spec.slurm), state, nodes, options.timeout)
     cluster.say(f"{' '.join(nodes)} take jobs again")
 
 
-def run_drain(options: argparse.Namespace, state: State) -> None:
+def run_drain(options: argparse.Namespace) -> None:
     """`drain-node`."""
+    state = open_state(options.state)
     spec = cluster.require_cluster(state)
     nodes = cluster.known_nodes(spec, options.nodes)
     faults.drain_nodes(find_install(spec.slurm), state, nodes)

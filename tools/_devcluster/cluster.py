@@ -3,7 +3,6 @@
 import json
 import os
 import pwd
-import shutil
 import socket
 import stat
 import subprocess
@@ -22,8 +21,9 @@ from .daemons import (
     slurmds,
     start_daemon,
     stepds,
+    task_node,
 )
-from .errors import DevclusterError
+from .errors import BadArguments, DevclusterError
 from .install import ACCOUNTING, CORE, USERS, Install, require_root
 from .processes import kill_all, process_table
 from .spec import ClusterSpec, expand_nodes
@@ -225,9 +225,7 @@ def node_states(install: Install, state: State) -> dict[str, str]:
     return dict(line.split() for line in text.splitlines() if line.strip())
 
 
-def wait_for_nodes(
-    install: Install, state: State, names: Iterable[str], deadline: float
-) -> None:
+def wait_for_nodes(install: Install, state: State, names: Iterable[str], deadline: float) -> None:
     """Return when every node takes jobs (or has got one already); else name those that do not."""
     wanted = list(names)
     while True:
@@ -276,7 +274,9 @@ def down(state: State, keep_logs: bool = False) -> int:
 
 
 def _end(state: State) -> int:
-    found, alive = kill_all(lambda table: of_cluster(table, state))
+    found, alive = kill_all(
+        lambda table: of_cluster(table, state), lambda process: bool(task_node(process, state))
+    )
     munge.release_munged(state)
     if alive:
         pids = ", ".join(f"{process.pid} ({process.name})" for process in alive)
@@ -342,8 +342,6 @@ def status(install: Install, state: State) -> dict[str, object]:
 
 def known_nodes(spec: ClusterSpec, words: Iterable[str]) -> list[str]:
     """The nodes that `words` (n3, n[1-4] ...) name; DevclusterError lists unknown ones."""
-    from .errors import BadArguments
-
     names, problems = [], []
     for word in words:
         try:
@@ -357,8 +355,3 @@ def known_nodes(spec: ClusterSpec, words: Iterable[str]) -> list[str]:
     if problems:
         raise BadArguments("\n".join(problems))
     return list(dict.fromkeys(names))
-
-
-def has_program(name: str) -> bool:
-    """Whether the machine has this program."""
-    return shutil.which(name) is not None

@@ -69,15 +69,20 @@ def stepds(table: Table, state: State) -> dict[Process, str]:
     return found
 
 
+def task_node(process: Process, state: State) -> str:
+    """The node of this cluster that the process is a task of; empty if it is none.
+
+    slurmd puts both words into the environment of every batch script and task.
+    """
+    environment = process.environment()
+    mine = environment.get("SLURM_CONF") == str(state.slurm_conf)
+    return environment.get("SLURMD_NODENAME", "") if mine else ""
+
+
 def tasks(table: Table, state: State) -> dict[Process, str]:
     """What this cluster's jobs started and what kept its environment, each with its node."""
-    found = {}
-    for process in table.values():
-        environment = process.environment()
-        node = environment.get("SLURMD_NODENAME")
-        if node and environment.get("SLURM_CONF") == str(state.slurm_conf):
-            found[process] = node
-    return found
+    found = {process: task_node(process, state) for process in table.values()}
+    return {process: node for process, node in found.items() if node}
 
 
 def of_nodes(table: Table, state: State, nodes: Iterable[str]) -> set[Process]:

@@ -1,10 +1,10 @@
 """A node's faults: death, isolation, drain; and its revival."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from .cluster import node_states, require_cluster, start_slurmds, wait_for_nodes
-from .daemons import of_nodes, slurmds, stepds
+from .daemons import of_nodes, slurmds, stepds, task_node
 from .errors import DevclusterError
 from .install import Install, require_root
 from .processes import Process, Table, kill_all, process_table
@@ -13,8 +13,11 @@ from .state import State, cluster_lock
 
 def kill_nodes(state: State, nodes: Iterable[str]) -> int:
     """The nodes die: slurmd, slurmstepd, srun, the batch script and every task; how many."""
-    names = list(nodes)
-    return _kill(lambda table: of_nodes(table, state, names))
+    names = set(nodes)
+    return _kill(
+        lambda table: of_nodes(table, state, names),
+        lambda process: task_node(process, state) in names,
+    )
 
 
 def isolate_nodes(state: State, nodes: Iterable[str]) -> int:
@@ -23,14 +26,16 @@ def isolate_nodes(state: State, nodes: Iterable[str]) -> int:
 
     def find(table: Table) -> list[Process]:
         daemons = [process for node, process in slurmds(table, state).items() if node in names]
-        return daemons + [process for process, node in stepds(table, state).items() if node in names]
+        return daemons + [
+            process for process, node in stepds(table, state).items() if node in names
+        ]
 
-    return _kill(find)
+    return _kill(find, lambda process: False)
 
 
-def _kill(find) -> int:  # type: ignore[no-untyped-def]
+def _kill(find: Callable[[Table], Iterable[Process]], spot: Callable[[Process], bool]) -> int:
     require_root()
-    found, alive = kill_all(find)
+    found, alive = kill_all(find, spot)
     if alive:
         raise DevclusterError(
             "still alive after SIGKILL: " + ", ".join(f"{p.pid} ({p.name})" for p in alive)

@@ -83,9 +83,7 @@ class Install:
                 timeout=timeout_s,
             )
         except subprocess.TimeoutExpired:
-            raise DevclusterError(
-                f"`{' '.join(argv)}` gave no answer in {timeout_s:g} s"
-            ) from None
+            raise DevclusterError(f"`{' '.join(argv)}` gave no answer in {timeout_s:g} s") from None
         except OSError as error:
             raise DevclusterError(f"`{' '.join(argv)}` did not start: {error}") from None
         if done.returncode:

@@ -88,9 +88,7 @@ def _start(install: Install) -> None:
         shutil.chown(KEY, owner.pw_uid, owner.pw_gid)
     before = {process.pid for process in process_table().values() if process.name == "munged"}
     # Threads: 1,024 slurmd check their credentials with this one daemon.
-    install.run(
-        "runuser", "-u", "munge", "--", *install.command("munged", "--num-threads", "10")
-    )
+    install.run("runuser", "-u", "munge", "--", *install.command("munged", "--num-threads", "10"))
     deadline = time.monotonic() + 10
     while not answers(install):
         if time.monotonic() > deadline:

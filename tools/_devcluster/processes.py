@@ -83,10 +83,14 @@ def read_process(pid: int) -> Process | None:
     )
 
 
-def process_table() -> Table:
-    """All processes of this machine now, by pid."""
-    found = (read_process(int(name)) for name in os.listdir("/proc") if name.isdigit())
-    return {process.pid: process for process in found if process}
+def process_table(look_at: Callable[[Process], None] = lambda process: None) -> Table:
+    """All processes of this machine now, by pid; `look_at` gets each as soon as it is read."""
+    table: Table = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit() and (process := read_process(int(name))):
+            table[process.pid] = process
+            look_at(process)
+    return table
 
 
 def with_descendants(table: Table, roots: Iterable[Process]) -> set[Process]:
@@ -105,24 +109,37 @@ def with_descendants(table: Table, roots: Iterable[Process]) -> set[Process]:
 
 
 def kill_all(
-    find: Callable[[Table], Iterable[Process]], timeout_s: float = 20
+    find: Callable[[Table], Iterable[Process]],
+    spot: Callable[[Process], bool] = lambda process: False,
+    timeout_s: float = 20,
 ) -> tuple[set[Process], set[Process]]:
     """Kill -9 every process that `find` picks from the table: (those found, those still alive).
 
     All are stopped first, and looked for again until all stand still and none is new: a process
-    that forks while it is being killed loses its child too. This process itself is left out, so
-    a task may end its own node.
+    that forks while it is being killed loses its child too. `spot` picks one without the table:
+    such a process is stopped in the moment it is read, which catches chains of short-lived ones.
+    This process itself is left out, so a task may end its own node.
     """
     deadline = time.monotonic() + timeout_s
     known: dict[tuple[int, int], Process] = {}
-    while True:
-        found = {(p.pid, p.start): p for p in find(process_table()) if p.pid != os.getpid()}
-        new = [process for key, process in found.items() if key not in known]
-        for process in new:
+
+    def stop(process: Process) -> None:
+        if process.pid != os.getpid():
             process.send(signal.SIGSTOP)
-        known.update({key: process for key, process in found.items() if key not in known})
-        still = all(process.state in STANDING for process in found.values())
-        if (not new and still) or time.monotonic() > deadline:
+            known[process.pid, process.start] = process
+
+    def stop_if_spotted(process: Process) -> None:
+        if (process.pid, process.start) not in known and spot(process):
+            stop(process)
+
+    while True:
+        count = len(known)
+        found = [p for p in find(process_table(stop_if_spotted)) if p.pid != os.getpid()]
+        for process in found:
+            if (process.pid, process.start) not in known:
+                stop(process)
+        still = all(process.state in STANDING for process in found)
+        if (len(known) == count and still) or time.monotonic() > deadline:
             break
     for process in known.values():
         process.send(signal.SIGKILL)
