@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 Table = dict[int, "Process"]
+MAX_LISTS = 20
 STANDING = "TtZXD"  # states in which a process runs none of its own code (proc(5))
 
 
@@ -84,12 +85,22 @@ def read_process(pid: int) -> Process | None:
 
 
 def process_table(look_at: Callable[[Process], None] = lambda process: None) -> Table:
-    """All processes of this machine now, by pid; `look_at` gets each as soon as it is read."""
+    """All processes of this machine now, by pid; `look_at` gets each as soon as it is read.
+
+    The list is taken again until it holds no new pid: one list alone is old before it is read,
+    and misses every process of a chain in which each starts the next and ends.
+    """
     table: Table = {}
-    for name in os.listdir("/proc"):
-        if name.isdigit() and (process := read_process(int(name))):
-            table[process.pid] = process
-            look_at(process)
+    seen: set[str] = set()
+    for _ in range(MAX_LISTS):
+        new = [name for name in os.listdir("/proc") if name.isdigit() and name not in seen]
+        if not new:
+            break
+        seen.update(new)
+        for name in new:
+            if process := read_process(int(name)):
+                table[process.pid] = process
+                look_at(process)
     return table
 
 
@@ -132,14 +143,16 @@ def kill_all(
         if (process.pid, process.start) not in known and spot(process):
             stop(process)
 
-    while True:
+    quiet_rounds = 0
+    while quiet_rounds < 2:
         count = len(known)
         found = [p for p in find(process_table(stop_if_spotted)) if p.pid != os.getpid()]
         for process in found:
             if (process.pid, process.start) not in known:
                 stop(process)
         still = all(process.state in STANDING for process in found)
-        if (len(known) == count and still) or time.monotonic() > deadline:
+        quiet_rounds = quiet_rounds + 1 if len(known) == count and still else 0
+        if time.monotonic() > deadline:
             break
     for process in known.values():
         process.send(signal.SIGKILL)
