@@ -159,7 +159,7 @@ class TestOnARealSlurm:
         bystander = subprocess.Popen(["sleep", "300"])
         try:
             cluster = DevCluster().up(nodes=1)
-            recycled = {"role": "slurmd", "pid": bystander.pid, "start": 1}
+            recycled = {"name": "n1", "pid": bystander.pid, "start": 1}
             with (cluster.state / "daemons.jsonl").open("a") as file:
                 file.write(json.dumps(recycled) + "\n")
             cluster.down()

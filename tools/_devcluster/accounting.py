@@ -40,7 +40,7 @@ def start_accounting(install: Install, spec: ClusterSpec, state: State, ports: P
                 f"{state.folder('log')}/slurmdbd.log"
             )
         time.sleep(0.1)
-    record_daemons(state, "slurmdbd")
+    record_daemons(state, ["slurmdbd"])
     _sacctmgr(install, state, "add", "cluster", CLUSTER_NAME)
 
 
@@ -88,7 +88,7 @@ def _start_mariadbd(install: Install, state: State) -> None:
         f"--log-error={folder}/mariadbd.log", "--innodb-flush-log-at-trx-commit=2",
         "--innodb-lock-wait-timeout=900", "--innodb-buffer-pool-size=64M",
     ]  # fmt: skip
-    start_daemon(install, state, "mariadbd", options, {"PATH": install.search_path})
+    start_daemon(install, state, "mariadbd", options, install.environment())
     deadline = time.monotonic() + 60
     while not os.path.exists(mariadb_socket(state)):
         if time.monotonic() > deadline:
@@ -98,7 +98,7 @@ def _start_mariadbd(install: Install, state: State) -> None:
                 f"mariadbd made no socket within 60 s: see {state.folder('log')}/mariadbd.log"
             )
         time.sleep(0.1)
-    record_daemons(state, "mariadbd")
+    record_daemons(state, ["mariadbd"])
 
 
 def _listens(port: int) -> bool:

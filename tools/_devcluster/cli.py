@@ -5,13 +5,16 @@ import dataclasses
 import json
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
-from . import cluster, faults
+from . import cluster, faults, report
 from .errors import BadArguments, DevclusterError
 from .install import find_install
+from .nodes import known_nodes
 from .spec import ClusterSpec, build_spec
 from .state import default_state, open_state
+
+Verbs: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def main(arguments: list[str]) -> int:
@@ -56,7 +59,9 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _verb(verbs, name, run, text):  # type: ignore[no-untyped-def]
+def _verb(
+    verbs: Verbs, name: str, run: Callable[[argparse.Namespace], None], text: str
+) -> argparse.ArgumentParser:
     verb = verbs.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
     verb.set_defaults(run=run)
     verb.add_argument(
@@ -68,7 +73,7 @@ def _verb(verbs, name, run, text):  # type: ignore[no-untyped-def]
     return verb
 
 
-def _add_up(verbs) -> None:  # type: ignore[no-untyped-def]
+def _add_up(verbs: Verbs) -> None:
     default = ClusterSpec()
     up = _verb(verbs, "up", run_up, "start a cluster, wait until all nodes are idle")
     up.add_argument("--nodes", type=int, default=default.nodes, metavar="N")
@@ -137,7 +142,7 @@ def run_up(options: argparse.Namespace) -> None:
             f"the cluster {said}: {spec.nodes} nodes, {spec.devices_per_node} GPUs and "
             f"{spec.cpus_per_node} CPUs each, partitions low (default) and high; to use it:"
         )
-    print(cluster.environment_lines(state))
+    print(report.environment_lines(state))
 
 
 def run_down(options: argparse.Namespace) -> None:
@@ -149,52 +154,49 @@ def run_down(options: argparse.Namespace) -> None:
 
 def run_status(options: argparse.Namespace) -> None:
     """`status`: exit code 0 whatever the state is."""
-    state = open_state(options.state)
-    result = cluster.status(find_install("host"), state)
+    found = report.status(find_install("host"), open_state(options.state))
     if options.json:
-        print(json.dumps(result))
+        print(json.dumps(found.to_json()))
         return
-    print(f"{result['state']}: {result['state_folder']}")
-    if result["state"] == "down":
-        return
-    for name, pid in result["daemons"].items():
+    print(f"{found.state}: {found.state_folder}")
+    for name, pid in (found.daemons or {}).items():
         print(f"  {name}: {f'pid {pid}' if pid else 'not running'}")
-    missing = result["slurmd_missing"]
-    print(f"  slurmd: {len(result['slurmd'])} run"
-          + (f", missing: {', '.join(missing[:20])}" if missing else ""))  # fmt: skip
-    for name, nodes in (result["nodes"] or {}).items():
+    if found.slurmd is not None:
+        missing = ", ".join((found.slurmd_missing or [])[:20])
+        print(f"  slurmd: {len(found.slurmd)} run" + (f", missing: {missing}" if missing else ""))
+    for name, nodes in (found.nodes or {}).items():
         shown = ", ".join(nodes[:16]) + (" ..." if len(nodes) > 16 else "")
         print(f"  {len(nodes)} {name}: {shown}")
-    for job in result["jobs"] or []:
+    for job in found.jobs or []:
         print("  job {id} {name} of {user}: {state} in {partition} on {nodes}".format(**job))
 
 
 def run_env(options: argparse.Namespace) -> None:
     """`env`."""
     state = open_state(options.state)
-    cluster.require_cluster(state)
-    print(cluster.environment_lines(state))
+    report.require_cluster(state)
+    print(report.environment_lines(state))
 
 
 def run_kill(options: argparse.Namespace) -> None:
     """`kill-node`."""
     state = open_state(options.state)
-    nodes = cluster.known_nodes(cluster.require_cluster(state), options.nodes)
+    nodes = known_nodes(report.require_cluster(state), options.nodes)
     cluster.say(f"killed {faults.kill_nodes(state, nodes)} processes of {' '.join(nodes)}")
 
 
 def run_isolate(options: argparse.Namespace) -> None:
     """`isolate-node`."""
     state = open_state(options.state)
-    nodes = cluster.known_nodes(cluster.require_cluster(state), options.nodes)
+    nodes = known_nodes(report.require_cluster(state), options.nodes)
     cluster.say(f"killed {faults.isolate_nodes(state, nodes)} daemons of {' '.join(nodes)}")
 
 
 def run_revive(options: argparse.Namespace) -> None:
     """`revive-node`."""
     state = open_state(options.state)
-    spec = cluster.require_cluster(state)
-    nodes = cluster.known_nodes(spec, options.nodes)
+    spec = report.require_cluster(state)
+    nodes = known_nodes(spec, options.nodes)
     faults.revive_nodes(find_install(spec.slurm), state, nodes, options.timeout)
     cluster.say(f"{' '.join(nodes)} take jobs again")
 
@@ -202,7 +204,7 @@ def run_revive(options: argparse.Namespace) -> None:
 def run_drain(options: argparse.Namespace) -> None:
     """`drain-node`."""
     state = open_state(options.state)
-    spec = cluster.require_cluster(state)
-    nodes = cluster.known_nodes(spec, options.nodes)
+    spec = report.require_cluster(state)
+    nodes = known_nodes(spec, options.nodes)
     faults.drain_nodes(find_install(spec.slurm), state, nodes)
     cluster.say(f"{' '.join(nodes)} are draining")

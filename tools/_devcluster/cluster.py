@@ -1,36 +1,26 @@
-"""Start, end and describe a cluster."""
+"""Start and end a cluster."""
 
 import json
 import os
 import pwd
 import socket
 import stat
-import subprocess
 import sys
 import time
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from . import accounting, munge
 from .configs import Ports, gres_conf, slurm_conf
-from .daemons import (
-    of_cluster,
-    record_daemons,
-    servers,
-    slurmds,
-    start_daemon,
-    stepds,
-    task_node,
-)
-from .errors import BadArguments, DevclusterError
+from .daemons import of_cluster, record_daemons, servers, slurmds, start_daemon, task_node
+from .errors import DevclusterError
 from .install import ACCOUNTING, CORE, USERS, Install, require_root
+from .nodes import start_slurmds, wait_for_nodes
 from .processes import kill_all, process_table
-from .spec import ClusterSpec, expand_nodes
-from .state import State, check_reachable, claim_ports, cluster_lock
+from .shared import claim_ports, cluster_lock
+from .spec import ClusterSpec
+from .state import State, check_reachable
 
 MEMORY_PER_SLURMD_BYTES = 3_500_000  # 1,024 slurmd held 3.4 GB
-READY_STATES = ("idle", "mixed", "allocated")
 
 
 @dataclass(frozen=True)
@@ -75,7 +65,8 @@ def runs_already(spec: ClusterSpec, state: State) -> bool:
     table = process_table()
     nodes = slurmds(table, state)
     has_controller = "slurmctld" in servers(table, state)
-    if not has_controller and not nodes:
+    interrupted = not state.read().get("complete")  # we hold the lock: no other `up` goes on
+    if interrupted or (not has_controller and not nodes):
         return False
     down = f"`devcluster down --state {state.root}`"
     if not has_controller:
@@ -124,11 +115,12 @@ def _start(install: Install, spec: ClusterSpec, state: State, deadline: float) -
     environment = install.environment(str(state.slurm_conf))
     start_daemon(install, state, "slurmctld", ["-f", str(state.slurm_conf)], environment)
     wait_for_controller(install, state, deadline)
-    record_daemons(state, "slurmctld")
+    record_daemons(state, ["slurmctld"])
     if spec.accounting:
         accounting.add_accounts(install, spec, state)
     start_slurmds(install, state, spec.node_names())
     wait_for_nodes(install, state, spec.node_names(), deadline)
+    state.write({"spec": spec.to_json(), "first_port": ports.first, "complete": True})
 
 
 def make_user(install: Install, name: str) -> None:
@@ -168,33 +160,6 @@ def write_configs(install: Install, spec: ClusterSpec, state: State, ports: Port
         device.chmod(0o666)
 
 
-def start_slurmds(install: Install, state: State, names: Iterable[str]) -> None:
-    """Start the slurmd of each node, some at once; each returns when it is a daemon."""
-    environment = install.environment(str(state.slurm_conf))
-
-    def start(name: str) -> str:
-        argv = install.command("slurmd", "-f", str(state.slurm_conf), "-N", name)
-        done = subprocess.run(
-            argv,
-            env=environment,
-            cwd="/",
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        return name if done.returncode else ""
-
-    with ThreadPoolExecutor(max_workers=2 * (os.cpu_count() or 1)) as pool:
-        failed = [name for name in pool.map(start, names) if name]
-    record_daemons(state, "slurmd")
-    if failed:
-        raise DevclusterError(
-            f"{len(failed)} slurmd did not start: {', '.join(failed[:10])}; the last lines of "
-            f"{failed[0]}'s log:\n{_log_tail(state, failed[0])}"
-        )
-
-
 def wait_for_controller(install: Install, state: State, deadline: float) -> None:
     """Return when slurmctld answers."""
     while True:
@@ -217,37 +182,6 @@ def wait_for_controller(install: Install, state: State, deadline: float) -> None
                     )
                     raise DevclusterError(f"slurmctld ended at once; it said:\n{tail}") from None
             time.sleep(0.2)
-
-
-def node_states(install: Install, state: State) -> dict[str, str]:
-    """Each node's state in sinfo's long form: idle, allocated*, draining, down* ..."""
-    text = install.run("sinfo", "-h", "-N", "-o", "%N %T", slurm_conf=str(state.slurm_conf))
-    return dict(line.split() for line in text.splitlines() if line.strip())
-
-
-def wait_for_nodes(install: Install, state: State, names: Iterable[str], deadline: float) -> None:
-    """Return when every node takes jobs (or has got one already); else name those that do not."""
-    wanted = list(names)
-    while True:
-        states = node_states(install, state)
-        late = [name for name in wanted if states.get(name) not in READY_STATES]
-        if not late:
-            return
-        if time.monotonic() > deadline:
-            raise DevclusterError(
-                f"{len(late)} of {len(wanted)} nodes did not register in time: "
-                + ", ".join(f"{name} ({states.get(name, 'unknown')})" for name in late[:20])
-                + f"; the last lines of {late[0]}'s log:\n{_log_tail(state, late[0])}"
-            )
-        time.sleep(0.2)
-
-
-def _log_tail(state: State, node: str) -> str:
-    try:
-        text = (state.folder("log") / f"slurmd.{node}.log").read_text(errors="replace")
-    except OSError:
-        return "(no log)"
-    return "\n".join(text.splitlines()[-5:])
 
 
 def _warn_of_memory(spec: ClusterSpec) -> None:
@@ -282,76 +216,3 @@ def _end(state: State) -> int:
         pids = ", ".join(f"{process.pid} ({process.name})" for process in alive)
         raise DevclusterError(f"still alive after SIGKILL: {pids}; nothing was removed")
     return len(found)
-
-
-def require_cluster(state: State) -> ClusterSpec:
-    """The spec of the cluster that is in this folder; DevclusterError if there is none."""
-    content = state.read().get("spec")
-    if not isinstance(content, dict):
-        raise DevclusterError(f"no cluster in {state.root}: `devcluster up --state {state.root}`")
-    try:
-        return ClusterSpec(**{**content, "settings": tuple(content["settings"])})
-    except (TypeError, KeyError) as error:
-        raise DevclusterError(f"{state.marker} is of another version of devcluster: {error}") from (
-            None
-        )
-
-
-def environment_lines(state: State) -> str:
-    """What a shell evaluates to use the cluster."""
-    return f"export SLURM_CONF={state.slurm_conf}"
-
-
-def status(install: Install, state: State) -> dict[str, object]:
-    """The cluster as it is: `state` is down, up, or degraded where a daemon is missing."""
-    if not state.read().get("spec"):
-        return {"state": "down", "state_folder": str(state.root)}
-    spec = require_cluster(state)
-    table = process_table()
-    alive, running = servers(table, state), slurmds(table, state)
-    expected = ["slurmctld", *(("slurmdbd", "mariadbd") if spec.accounting else ())]
-    dead = [name for name in spec.node_names() if name not in running]
-    result: dict[str, object] = {
-        "state": "up" if not dead and all(name in alive for name in expected) else "degraded",
-        "state_folder": str(state.root),
-        "slurm_conf": str(state.slurm_conf),
-        "user": spec.user,
-        "daemons": {name: alive[name].pid if name in alive else None for name in expected},
-        "munged_started_here": munge.started_munged() is not None,
-        "slurmd": {name: running[name].pid for name in spec.node_names() if name in running},
-        "slurmd_missing": dead,
-        "slurmstepd": len(stepds(table, state)),
-        "nodes": None,
-        "jobs": None,
-    }
-    if "slurmctld" in alive:
-        by_state: dict[str, list[str]] = {}
-        for name, value in node_states(install, state).items():
-            by_state.setdefault(value, []).append(name)
-        result["nodes"] = by_state
-        text = install.run("squeue", "-h", "-o", "%i|%u|%P|%T|%N|%j", "-r",
-                           slurm_conf=str(state.slurm_conf))  # fmt: skip
-        keys = ("id", "user", "partition", "state", "nodes", "name")
-        result["jobs"] = [
-            dict(zip(keys, line.split("|", 5), strict=True)) for line in text.splitlines()
-        ]
-    elif not running:
-        result["state"] = "down"
-    return result
-
-
-def known_nodes(spec: ClusterSpec, words: Iterable[str]) -> list[str]:
-    """The nodes that `words` (n3, n[1-4] ...) name; DevclusterError lists unknown ones."""
-    names, problems = [], []
-    for word in words:
-        try:
-            names += expand_nodes(word)
-        except BadArguments as error:
-            problems.append(str(error))
-    known = set(spec.node_names())
-    problems += [
-        f"{name}: no such node, they are n1 to n{spec.nodes}" for name in names if name not in known
-    ]
-    if problems:
-        raise BadArguments("\n".join(problems))
-    return list(dict.fromkeys(names))

@@ -101,15 +101,15 @@ def of_cluster(table: Table, state: State) -> set[Process]:
         *slurmds(table, state).values(),
         *stepds(table, state),
         *tasks(table, state),
-        *(process for group in state.recorded().values() for process in group),
+        *state.recorded(),
     ]
     return with_descendants(table, roots)
 
 
-def record_daemons(state: State, program: str) -> None:
-    """Record this cluster's processes called `program`, by pid and start time."""
+def record_daemons(state: State, names: Iterable[str]) -> None:
+    """Record this cluster's servers and slurmd of these names, by pid and start time."""
     table = process_table()
-    found = slurmds(table, state) if program == "slurmd" else servers(table, state)
-    for process in found.values():
-        if process.name == program:
-            state.record(program, process)
+    found = servers(table, state) | slurmds(table, state)
+    for name in names:
+        if name in found:
+            state.record(name, found[name])

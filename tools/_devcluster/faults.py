@@ -1,14 +1,18 @@
 """A node's faults: death, isolation, drain; and its revival."""
 
+import re
 import time
 from collections.abc import Callable, Iterable
+from datetime import UTC, datetime
 
-from .cluster import node_states, require_cluster, start_slurmds, wait_for_nodes
 from .daemons import of_nodes, slurmds, stepds, task_node
 from .errors import DevclusterError
 from .install import Install, require_root
+from .nodes import node_states, start_slurmds, wait_for_nodes
 from .processes import Process, Table, kill_all, process_table
-from .state import State, cluster_lock
+from .report import require_cluster
+from .shared import cluster_lock
+from .state import State
 
 
 def kill_nodes(state: State, nodes: Iterable[str]) -> int:
@@ -44,14 +48,24 @@ def _kill(find: Callable[[Table], Iterable[Process]], spot: Callable[[Process], 
 
 
 def revive_nodes(install: Install, state: State, nodes: Iterable[str], timeout_s: float) -> None:
-    """Start the slurmd that are missing, take back a drain, and wait until the nodes take jobs."""
+    """Start the slurmd that are missing, take back a drain, and wait until the nodes take jobs.
+
+    A node that died so shortly ago that Slurm has not seen it still counts as idle or allocated,
+    so the new slurmd must have registered first.
+    """
     require_root()
     require_cluster(state)
     names = list(nodes)
     deadline = time.monotonic() + timeout_s
     with cluster_lock(state):
         running = slurmds(process_table(), state)
-        start_slurmds(install, state, [name for name in names if name not in running])
+        missing = [name for name in names if name not in running]
+        begun = datetime.now(UTC).replace(microsecond=0, tzinfo=None)
+        start_slurmds(install, state, missing)
+    while missing and (late := [n for n, t in _start_times(install, state, missing) if t < begun]):
+        if time.monotonic() > deadline:
+            raise DevclusterError(f"{', '.join(late[:20])} did not register in {timeout_s:g} s")
+        time.sleep(0.1)
     while True:
         states = node_states(install, state)
         # A drained or failed node stays so when it registers; a down one comes back by itself.
@@ -63,6 +77,17 @@ def revive_nodes(install: Install, state: State, nodes: Iterable[str], timeout_s
         except DevclusterError:
             if time.monotonic() > deadline:
                 raise
+
+
+def _start_times(install: Install, state: State, names: list[str]) -> list[tuple[str, datetime]]:
+    """When each node's slurmd started, in UTC, as slurmctld heard from it."""
+    text = install.run("scontrol", "-o", "show", "node", ",".join(names),
+                       slurm_conf=str(state.slurm_conf))  # fmt: skip
+    found = re.findall(r"^NodeName=(\S+) .*?\bSlurmdStartTime=(\S+)", text, flags=re.MULTILINE)
+    return [
+        (name, datetime.fromisoformat(value) if value[:1].isdigit() else datetime.min)
+        for name, value in found
+    ]
 
 
 def _resume(install: Install, state: State, names: list[str]) -> None:

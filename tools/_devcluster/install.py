@@ -29,7 +29,6 @@ PACKAGES = {
     "mariadb": "mariadb-client",
     "runuser": "util-linux",
     "useradd": "passwd",
-    "userdel": "passwd",
 }
 CORE = ("munged", "munge", "unmunge", "slurmctld", "slurmd", "scontrol", "sinfo", "squeue")
 ACCOUNTING = ("slurmdbd", "sacctmgr", "mariadbd", "mariadb-install-db", "mariadb")
@@ -63,9 +62,10 @@ class Install:
                 f"apt-get install -y --no-install-recommends {packages}"
             )
 
-    def environment(self, slurm_conf: str) -> dict[str, str]:
+    def environment(self, slurm_conf: str = "") -> dict[str, str]:
         """A daemon's environment: nothing of the caller's, which may itself be a Slurm job."""
-        return {"PATH": self.search_path, "LANG": "C.UTF-8", "SLURM_CONF": slurm_conf}
+        clean = {"PATH": self.search_path, "LANG": "C.UTF-8"}
+        return clean | ({"SLURM_CONF": slurm_conf} if slurm_conf else {})
 
     def run(
         self, program: str, *arguments: str, slurm_conf: str = "", timeout_s: float = 60
@@ -75,7 +75,8 @@ class Install:
         try:
             done = subprocess.run(
                 argv,
-                env=self.environment(slurm_conf) if slurm_conf else {"PATH": self.search_path},
+                # TZ: printed times are compared with ours.
+                env=self.environment(slurm_conf) | {"TZ": "UTC0"},
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,

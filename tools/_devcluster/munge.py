@@ -11,12 +11,14 @@ import secrets
 import shutil
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from .errors import DevclusterError
 from .install import Install
 from .processes import Process, process_table
-from .state import SHARED, State, locked, read_shared, write_shared
+from .shared import SHARED, Claim, locked, read_claims, write_claims
+from .state import State
 
 KEY = Path("/etc/munge/munge.key")
 FOLDERS = ((Path("/run/munge"), 0o755), (Path("/var/log/munge"), 0o700),
@@ -36,9 +38,9 @@ def answers(install: Install) -> bool:
 def ensure_munged(install: Install, state: State) -> None:
     """Leave a working munged; remember that this cluster uses it."""
     with locked("claims"):
-        claims = read_shared()
-        claims.setdefault(str(state.root), {})["munge"] = True
-        write_shared(claims)
+        claims = read_claims()
+        claims[str(state.root)] = replace(claims.get(str(state.root), Claim()), munge=True)
+        write_claims(claims)
         if answers(install):
             return
         _start(install)
@@ -47,11 +49,11 @@ def ensure_munged(install: Install, state: State) -> None:
 def release_munged(state: State) -> None:
     """Forget this cluster's claims; stop munged if we started it and no cluster is left."""
     with locked("claims"):
-        claims = read_shared()
+        claims = read_claims()
         claims.pop(str(state.root), None)
-        write_shared(claims)
+        write_claims(claims)
         process = started_munged()
-        if process and not any(claim.get("munge") for claim in claims.values()):
+        if process and not any(claim.munge for claim in claims.values()):
             process.send(signal.SIGTERM)
             deadline = time.monotonic() + 5
             while process.alive() and time.monotonic() < deadline:

@@ -1,27 +1,20 @@
-"""The folder a cluster lives in, and what all clusters of this machine share.
+"""The folder a cluster lives in.
 
 A state folder is made by `up` and emptied by `down`; only names that `up` makes are ever removed,
-and only where the marker `cluster.json` says that it is a cluster's. What is shared (munged, the
-port numbers) stands in /run/air_hpc-devcluster under a file lock.
+and only where the marker `cluster.json` says that it is a cluster's.
 """
 
 import contextlib
-import fcntl
-import hashlib
 import json
 import os
 import re
 import shutil
-import socket
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from .errors import BadArguments, DevclusterError
 from .processes import Process, read_process
 
-SHARED = Path("/run/air_hpc-devcluster")
-FIRST_PORT = 10_000
 # The longest socket below it is /spool/n1024/n1024_4294967295.4294967295 (46 characters), and
 # a socket's path has room for 107 (unix(7)).
 MAX_STATE_PATH = 60
@@ -99,22 +92,22 @@ class State:
         aside.write_text(json.dumps(content, indent=1) + "\n")
         aside.replace(self.marker)
 
-    def record(self, role: str, process: Process) -> None:
+    def record(self, name: str, process: Process) -> None:
         """Remember a daemon that was started, by pid and start time."""
-        line = json.dumps({"role": role, "pid": process.pid, "start": process.start})
+        line = json.dumps({"name": name, "pid": process.pid, "start": process.start})
         with (self.root / "daemons.jsonl").open("a") as file:
             file.write(line + "\n")
 
-    def recorded(self) -> dict[str, list[Process]]:
-        """The remembered daemons that still run, by role."""
-        found: dict[str, list[Process]] = {}
+    def recorded(self) -> list[Process]:
+        """The remembered daemons that still run; another process with such a pid is left out."""
+        found: list[Process] = []
         with contextlib.suppress(FileNotFoundError):
             for line in (self.root / "daemons.jsonl").read_text().splitlines():
                 with contextlib.suppress(ValueError, KeyError, TypeError):
                     entry = json.loads(line)
                     process = read_process(entry["pid"])
                     if process and process.start == entry["start"] and process.alive():
-                        found.setdefault(entry["role"], []).append(process)
+                        found.append(process)
         return found
 
 
@@ -147,87 +140,3 @@ def check_reachable(state: State) -> None:
                 f"{parent.stat().st_mode & 0o777:o}), so no ordinary user could read slurm.conf; "
                 f"chmod o+x {parent}, or name a folder below /tmp"
             )
-
-
-@contextlib.contextmanager
-def locked(name: str) -> Iterator[None]:
-    """Hold one of the machine's devcluster locks; waits for the holder."""
-    SHARED.mkdir(mode=0o755, exist_ok=True)
-    with (SHARED / f"{name}.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-@contextlib.contextmanager
-def cluster_lock(state: State) -> Iterator[None]:
-    """One `up`, `down` or `revive-node` at a time for a cluster."""
-    with locked("cluster-" + hashlib.sha256(str(state.root).encode()).hexdigest()[:16]):
-        yield
-
-
-def read_shared() -> dict[str, dict[str, object]]:
-    """The claims of all clusters, by state folder; those whose folder is gone are left out."""
-    try:
-        content = json.loads((SHARED / "claims.json").read_text())
-    except (OSError, ValueError):
-        return {}
-    return {k: v for k, v in content.items() if State(Path(k)).marker.exists()}
-
-
-def write_shared(claims: dict[str, dict[str, object]]) -> None:
-    """Replace the claims (under `locked("claims")`)."""
-    aside = SHARED / "claims.json.new"
-    aside.write_text(json.dumps(claims, indent=1) + "\n")
-    aside.replace(SHARED / "claims.json")
-
-
-def claim_ports(state: State, count: int) -> int:
-    """The first of `count` port numbers in a row that are free now and no other cluster's.
-
-    They are below the range that the kernel hands out by itself, so no client's socket can take
-    the port of a node that is down for a while.
-    """
-    with locked("claims"):
-        claims = read_shared()
-        taken: set[int] = set()
-        for key, claim in claims.items():
-            first, length = claim.get("ports", (0, 0))  # type: ignore[misc]
-            if key != str(state.root):
-                taken.update(range(first, first + length))
-        first = find_ports(count, taken)
-        claims[str(state.root)] = {"ports": (first, count)}
-        write_shared(claims)
-    return first
-
-
-def find_ports(count: int, taken: set[int]) -> int:
-    """The lowest block of `count` bindable ports outside `taken` and the ephemeral range."""
-    low, high = _ephemeral_range()
-    run = 0
-    for port in range(FIRST_PORT, 65_536):
-        usable = not low <= port <= high and port not in taken and _can_bind(port)
-        run = run + 1 if usable else 0
-        if run == count:
-            return port - count + 1
-    raise DevclusterError(
-        f"no {count} free ports in a row from {FIRST_PORT} on outside {low}-{high} "
-        "(net.ipv4.ip_local_port_range): take fewer nodes, or end another cluster"
-    )
-
-
-def _ephemeral_range() -> tuple[int, int]:
-    try:
-        low, high = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
-        return int(low), int(high)
-    except (OSError, ValueError):
-        return 32_768, 60_999
-
-
-def _can_bind(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except OSError:
-            return False
-    return True
