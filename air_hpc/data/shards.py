@@ -21,6 +21,7 @@ import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +30,11 @@ from air_hpc.errors import EnvironmentFailure
 
 SCHEMA_VERSION = 1
 INDEX_NAME = "index.json"
-_DTYPES = {"uint8": np.dtype("<u1"), "uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+_DTYPES: dict[str, np.dtype[Any]] = {
+    "uint8": np.dtype("<u1"),
+    "uint16": np.dtype("<u2"),
+    "uint32": np.dtype("<u4"),
+}
 
 
 @dataclass(frozen=True)
@@ -118,7 +123,7 @@ class TokenStream:
         self._ends = np.cumsum([shard.tokens for shard in index.shards], dtype=np.int64)
 
     @staticmethod
-    def _open(path: Path, shard: Shard, dtype: np.dtype[np.uint]) -> npt.NDArray[np.uint]:
+    def _open(path: Path, shard: Shard, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
         try:
             data = np.memmap(path, dtype=dtype, mode="r")
         except (OSError, ValueError) as error:

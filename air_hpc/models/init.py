@@ -76,8 +76,7 @@ def _cut(values: Tensor, parameter: DTensor) -> Tensor:
         if isinstance(placement, Shard):
             pieces = torch.chunk(values, mesh.size(mesh_dim), dim=placement.dim)
             index = coordinate[mesh_dim]
-            if index < len(pieces):
-                values = pieces[index]
-            else:  # fewer rows than ranks: the last ranks hold none
-                values = values.narrow(placement.dim, 0, 0)
+            # Where there are fewer rows than ranks, the last ranks hold none.
+            none = values.narrow(placement.dim, 0, 0)
+            values = pieces[index] if index < len(pieces) else none
     return values

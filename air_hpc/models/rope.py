@@ -53,7 +53,7 @@ def rotation_table(model: ModelSpec, sequence_length: int, device: torch.device)
 def rotate(x: Tensor, table: Tensor) -> Tensor:
     """`x` (batch, tokens, heads, head_dim) turned by its positions, in `x`'s own dtype."""
     cos, sin = table[:, : x.shape[1]].unsqueeze(2)
-    pairs = x.float().unflatten(-1, (-1, 2))
+    pairs = x.float().view(*x.shape[:-1], -1, 2)
     even, odd = pairs[..., 0], pairs[..., 1]
     turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
     return turned.flatten(-2).type_as(x)

@@ -12,7 +12,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, Store  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
@@ -98,7 +98,7 @@ def start_world(
     world_size: int,
     kind: str,
     timeout_s: float,
-    store: dist.Store | None = None,
+    store: Store | None = None,
 ) -> World:
     """Join the process group (at MASTER_ADDR and MASTER_PORT, or through `store`), make the mesh.
 
