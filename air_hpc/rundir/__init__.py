@@ -4,6 +4,7 @@
     atomic   write aside, fsync, rename, fsync of the directory; exclusive directories
     fence    tokens: who may write now
     events   the ledger's lines, written and read
+    words    failure classes, verdicts, run states
     state    the fold of the ledger: what state a run is in, and where its time went
     commit   checkpoints: saved aside, committed by one rename, verified, retained
     spool    metrics on their way to MLflow

@@ -57,6 +57,8 @@ class Kind(StrEnum):
     """intent (requeue, resubmit): what the batch script is to do."""
     CANCEL_REQUESTED = "cancel_requested"
     """by: a person asked for the end."""
+    MEASURED = "measured"
+    """Facts of the workers: peak_flops_per_device, peak_source, device_name, torch_version, …"""
     TRACKING_STARTED = "tracking_started"
     """mlflow_run_id, uri."""
 

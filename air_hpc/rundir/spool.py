@@ -2,7 +2,7 @@
 token. Rank 0 appends; the shipper, `status` and the progress bar read.
 
 The writer buffers and writes at most once an interval, so that a step costs one append to a list.
-`flush(durable=True)` comes before every commit: a committed step has its metrics on disk.
+`flush` and `sync` come before every commit: a committed step has its metrics on disk.
 """
 
 from __future__ import annotations
@@ -63,19 +63,22 @@ class SpoolWriter:
         if now - self._flushed >= self._interval_s:
             self.flush()
 
-    def flush(self, *, durable: bool = False) -> None:
-        """Write what is buffered; `durable` also waits until it is on disk."""
+    def flush(self) -> None:
+        """Write what is buffered; `sync` makes it durable."""
         if self._lines:
             write_all(self._fd, ("\n".join(self._lines) + "\n").encode())
             self._lines.clear()
         self._flushed = self._clock()
-        if durable:
-            os.fsync(self._fd)
+
+    def sync(self) -> None:
+        """Wait until what was written is on disk. Safe to call from another thread than `log`."""
+        os.fsync(self._fd)
 
     def close(self) -> None:
         """Write what is left, make it durable and close; a second call does nothing."""
         if self._fd >= 0:
-            self.flush(durable=True)
+            self.flush()
+            self.sync()
             os.close(self._fd)
             self._fd = -1
 
