@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TypeVar
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -11,8 +10,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from air_hpc.parallel.world import World
-
-T = TypeVar("T")
 
 
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
@@ -39,20 +36,3 @@ def mean_over_data_ranks(values: Tensor, world: World) -> Tensor:
             values = values.clone()
             dist.all_reduce(values, op=dist.ReduceOp.SUM, group=world.mesh.get_group(axis))
     return values / world.data_ranks
-
-
-def tell_all(value: T | None, world: World) -> T:
-    """Rank 0's `value` on every rank (through pickle, between workers of one run)."""
-    box: list[object] = [value]
-    if world.world_size > 1:
-        dist.broadcast_object_list(box, src=0, group=world.control)
-    return box[0]  # type: ignore[return-value]
-
-
-def hear_all(value: T, world: World) -> list[T]:
-    """Every rank's `value`, in rank order, on every rank."""
-    if world.world_size == 1:
-        return [value]
-    values: list[T | None] = [None] * world.world_size
-    dist.all_gather_object(values, value, group=world.control)
-    return values  # type: ignore[return-value]
