@@ -134,6 +134,10 @@ class Saver:
         self._executor.shutdown(wait=True)
         self._stager.close()
 
+    def abandon(self) -> None:
+        """Leave a save in flight to itself: another rank may never answer it."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
     # -- in the training thread ------------------------------------------------------------------
 
     def _begin(self, step: int) -> Path | str | Fenced:
