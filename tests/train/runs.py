@@ -18,7 +18,8 @@ from air_hpc.config.spec import (
 from air_hpc.data.corpus import corpus_folder
 from air_hpc.data.shards import write_shards
 from air_hpc.plan.types import FlopsPerToken, MemoryPerRank, Mesh, ModelCounts, Plan
-from air_hpc.rundir.fence import Token
+from air_hpc.rundir.commit import find_candidates, inheritable
+from air_hpc.rundir.fence import Token, claim_next_attempt, record_inherited
 from air_hpc.rundir.layout import RunDir, create_run_dir
 from air_hpc.session.page import Word
 from air_hpc.session.session import Session
@@ -72,6 +73,14 @@ def make_run(runs_dir: Path, name: str = "run") -> RunDir:
     return run
 
 
+def next_token(run: RunDir) -> str:
+    """Claim the next attempt's token, inheriting every checkpoint that counts."""
+    usable = find_candidates(run).usable
+    token = claim_next_attempt(run)
+    record_inherited(run, token, inheritable(usable))
+    return str(token)
+
+
 def train_ranks(
     rank: int,
     rendezvous: str,
@@ -84,7 +93,7 @@ def train_ranks(
 ) -> Any:
     """Train on this rank under `token`; asked to stop, it runs to `stop_after`."""
     from air_hpc.parallel.world import stop_world
-    from air_hpc.train.loop import Trainer, train
+    from air_hpc.train.loop import train
 
     world = join_world(rank, rendezvous, plan.mesh)
     session = Session.standalone(
@@ -97,7 +106,6 @@ def train_ranks(
     if stop_after is not None:
         session._page.write(Word.TARGET_STEP, stop_after)
         session._page.write(Word.STOP_FLAG, 1)
-    _ = Trainer
     ended = train(session, spec, plan, world, peak_flops_per_device=1e12)
     stop_world()
     return ended
