@@ -190,7 +190,7 @@ class Composer:
         except HydraException as error:
             found.add(_syntax_problem(text, error))
             return None
-        override.config_loader = _Options(self._folders)  # type: ignore[assignment]
+        override.config_loader = _Options(self._folders)
         key = override.key_or_group
         if not key or "" in key.split("."):
             found.add(Problem(key, text, "an override needs a key", "key=value"))
@@ -411,7 +411,7 @@ def _copied(value: Any) -> Any:
 
 
 def _resolve(config: dict[str, Any]) -> list[Problem]:
-    """Fill `${...}` in place; a problem for each that cannot be filled (its key then is removed)."""
+    """Fill `${...}` in place; a problem for each that cannot be filled (then without its key)."""
     if not _interpolates(config):
         return []
     problems: list[Problem] = []

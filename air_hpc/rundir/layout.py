@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 from air_hpc.errors import BadInput, EnvironmentFailure
+from air_hpc.rundir.atomic import write_file
 
 SHARED_DIR = ".air_hpc"
 """Inside the runs folder: what all runs of a user share (code, calibrations, submissions)."""
@@ -113,6 +115,7 @@ def create_run_dir(runs_dir: Path, run_id: str, *, group: str | None = None) -> 
             os.chmod(run.path, mode)
         for name in _FOLDERS:
             (run.path / name).mkdir(mode=mode)
+        write_file(run.channel_key, secrets.token_bytes(32))
     except FileExistsError:
         raise BadInput.single("run id", run_id, f"exists already in {runs_dir}") from None
     except LookupError:
