@@ -264,8 +264,13 @@ def _mapping_converter(item: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return convert
 
 
+_LARGEST = 2**63 - 1
+
+
 def _whole(value: Any) -> int:
     if isinstance(value, int) and not isinstance(value, bool):
+        if abs(value) > _LARGEST:
+            raise _Wrong("It does not fit in 64 bits")
         return value
     if isinstance(value, float) and math.isfinite(value) and value == int(value):
         raise _Wrong(f"Write {int(value)}")

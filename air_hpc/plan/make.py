@@ -14,9 +14,9 @@ from air_hpc.config.spec import RunSpec
 from air_hpc.errors import Problem
 from air_hpc.plan.flops import count_parameters, flops_per_token
 from air_hpc.plan.memory import memory_per_rank, state_bytes
-from air_hpc.plan.mesh import divisors, nearest_divisors, resolve_mesh
+from air_hpc.plan.mesh import largest_divisor, nearest_divisors, resolve_mesh
 from air_hpc.plan.types import Mesh, Plan
-from air_hpc.plan.validity import Rule, check_spec
+from air_hpc.plan.validity import check_spec, depends_on
 
 AUTO_MICRO_BATCH_MAX = 8
 """The most sequences that `train.micro_batch_size=auto` puts into one forward."""
@@ -39,21 +39,16 @@ def make_plan(
     """
     problems = check_spec(spec, unsure)
     mesh, mesh_problems = resolve_mesh(spec)
-    if Rule(_MESH_KEYS, resolve_mesh_rule).applies(unsure):
+    if not depends_on(_MESH_KEYS, unsure):
         problems += mesh_problems
     micro_batch_size = 1
     if mesh is not None:
         micro_batch_size, batch_problems = _micro_batch(spec, mesh)
-        if Rule(_BATCH_KEYS, resolve_mesh_rule).applies(unsure):
+        if not depends_on(_BATCH_KEYS, unsure):
             problems += batch_problems
     if mesh is None or unsure or any(not problem.warning for problem in problems):
         return None, problems
     return _plan(spec, mesh, micro_batch_size, local_cpu_count), problems
-
-
-def resolve_mesh_rule(spec: RunSpec) -> list[Problem]:
-    """The problems of a RunSpec's mesh alone."""
-    return resolve_mesh(spec)[1]
 
 
 def _plan(spec: RunSpec, mesh: Mesh, micro_batch_size: int, local_cpu_count: int | None) -> Plan:
@@ -87,7 +82,7 @@ def _micro_batch(spec: RunSpec, mesh: Mesh) -> tuple[int, list[Problem]]:
     rank_batch = total // size
     asked = spec.train.micro_batch_size
     if asked == "auto":
-        return max(d for d in divisors(rank_batch) if d <= AUTO_MICRO_BATCH_MAX), []
+        return largest_divisor(rank_batch, AUTO_MICRO_BATCH_MAX), []
     if rank_batch % asked:
         message = (
             f"micro-batches of {asked} do not make up a rank's {rank_batch} sequences"

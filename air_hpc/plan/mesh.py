@@ -6,19 +6,21 @@ from air_hpc.config.spec import ParallelismSpec, RunSpec
 from air_hpc.errors import Problem
 from air_hpc.plan.types import Mesh
 
+_SEARCH = 10_000
 
-def divisors(number: int) -> list[int]:
-    """All divisors of a positive number, ascending."""
-    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
-    return sorted({*small, *(number // d for d in small)})
+
+def largest_divisor(number: int, at_most: int) -> int:
+    """The largest divisor of `number` that is not above `at_most` (at least 1)."""
+    return next(d for d in range(min(number, at_most), 0, -1) if number % d == 0)
 
 
 def nearest_divisors(number: int, wanted: int) -> str:
-    """The divisors of `number` on either side of `wanted`, as text."""
-    all_of_them = divisors(number)
-    below = [d for d in all_of_them if d <= wanted][-1:]
-    above = [d for d in all_of_them if d > wanted][:1]
-    return " or ".join(str(d) for d in below + above)
+    """The divisors of `number` on either side of `wanted`, as text; looks a bounded way around."""
+    start = min(wanted, number)
+    below = (d for d in range(start, max(0, start - _SEARCH), -1) if number % d == 0)
+    above = (d for d in range(wanted + 1, min(number, wanted + _SEARCH) + 1) if number % d == 0)
+    near = [next(below, None), next(above, None)]
+    return " or ".join(str(d) for d in near if d is not None) or "1"
 
 
 def resolve_mesh(spec: RunSpec) -> tuple[Mesh | None, list[Problem]]:
@@ -46,7 +48,7 @@ def _filled(asked: ParallelismSpec, rest: int, devices_per_node: int) -> tuple[i
     if isinstance(replicate, int):
         return replicate, rest
     in_node = max(1, devices_per_node // (asked.cp * asked.tp))
-    widest = max(d for d in divisors(rest) if d <= in_node)
+    widest = largest_divisor(rest, in_node)
     return rest // widest, widest
 
 

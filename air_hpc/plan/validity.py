@@ -9,9 +9,11 @@ from __future__ import annotations
 import urllib.parse
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from typing import get_args
 
 from air_hpc.config.spec import RunSpec
 from air_hpc.errors import Problem, nearest
+from air_hpc.hardware.accelerator import Precision
 from air_hpc.plan.mesh import nearest_divisors
 
 Check = Callable[[RunSpec], Iterable[Problem]]
@@ -24,14 +26,16 @@ class Rule:
     reads: tuple[str, ...]
     check: Check
 
-    def applies(self, unsure: Collection[str]) -> bool:
-        """Whether none of the keys it reads is among the `unsure` ones."""
-        return not any(_overlap(key, read) for key in unsure for read in self.reads)
-
 
 def check_spec(spec: RunSpec, unsure: Collection[str] = ()) -> list[Problem]:
     """Every problem across keys; checks that read an `unsure` key are left out."""
-    return [p for rule in RULES if rule.applies(unsure) for p in rule.check(spec)]
+    rules = (rule for rule in RULES if not depends_on(rule.reads, unsure))
+    return [problem for rule in rules for problem in rule.check(spec)]
+
+
+def depends_on(reads: Collection[str], unsure: Collection[str]) -> bool:
+    """Whether any key or section of `reads` is, holds or lies in one of the `unsure` keys."""
+    return any(_overlap(key, read) for key in unsure for read in reads)
 
 
 def _overlap(one: str, other: str) -> bool:
@@ -104,6 +108,26 @@ def _accelerator(spec: RunSpec) -> Iterable[Problem]:
             f"{device.name}.yaml: peak_flops: {{{precision}: <FLOP/s>}}",
             warning=True,
         )
+
+
+def _accelerator_figures(spec: RunSpec) -> Iterable[Problem]:
+    device = spec.accelerator
+    known = get_args(Precision)
+    for precision, peak in device.peak_flops.items():
+        key = f"accelerator.peak_flops.{precision}"
+        if precision not in known:
+            hint = nearest(precision, known)
+            yield Problem(key, f"{peak:g}", "unknown precision", ", ".join(known), hint)
+        elif peak <= 0:
+            yield Problem(key, f"{peak:g}", "a peak in FLOP/s", "above 0, or leave it out")
+    for name in ("memory_bytes", "memory_bandwidth_bytes_per_s", "scale_up_bytes_per_s"):
+        value = getattr(device, name)
+        if value is not None and value <= 0:
+            yield Problem(f"accelerator.{name}", str(value), "out of range", "above 0 or null")
+    ceiling = device.matmul_ceiling
+    if ceiling is not None and not 0 < ceiling <= 1:
+        message = "a part of the peak"
+        yield Problem("accelerator.matmul_ceiling", f"{ceiling:g}", message, "above 0, at most 1")
 
 
 def _schedule(spec: RunSpec) -> Iterable[Problem]:
@@ -210,6 +234,7 @@ RULES: tuple[Rule, ...] = (
     Rule(("model", "parallelism", "data.sequence_length"), _degrees),
     Rule(("parallelism", "engine"), _engine),
     Rule(("accelerator", "train.precision"), _accelerator),
+    Rule(("accelerator",), _accelerator_figures),
     Rule(("schedule", "train.steps"), _schedule),
     Rule(("launch.time_limit_min", "launch.lead_s"), _time_limit),
     Rule(("recovery",), _heartbeat),
