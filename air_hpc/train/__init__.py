@@ -8,3 +8,6 @@ optimizer  optimizers and learning-rate schedules
 rates      tokens per second and MFU
 peak       what the device could do at most
 """
+
+PRELOAD = ("torch", "torch.distributed.checkpoint", "torch.distributed.fsdp", "numpy")
+"""What the template process of `launch.starter=fork` imports before it forks workers."""
