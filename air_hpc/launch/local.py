@@ -31,7 +31,7 @@ from air_hpc.rundir.events import Kind, record
 from air_hpc.slurm.environment import scrubbed
 
 NO_LIMIT_MIN = 60 * 24 * 366
-"""What the controller is given where the config sets no limit: it always counts down."""
+"""The controller always counts down; the limit of a local run is its agent's to keep."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,6 @@ def _start_chunk(current: Submission, number: int) -> Started:
     frozen = read_run_yaml(first.run_yaml.read_text(), str(first.run_yaml))
     if current.kind == "allocation":
         return _start_in_allocation(current, number)
-    launch = frozen.spec.launch
     words = [script.interpreter(frozen.spec.cluster), "-m", "air_hpc.agent", str(first.path)]
     environ = environment(frozen, first.path)
     if part.array:
@@ -161,7 +160,7 @@ def _start_chunk(current: Submission, number: int) -> Started:
     executor = LocalAgentExecutor(
         current.folder,
         environ=environ,
-        limit_min=launch.time_limit_min or NO_LIMIT_MIN,
+        limit_min=NO_LIMIT_MIN,
         lead_s=frozen.plan.lead_s,
     )
     return executor.start_command(quote.bash_words(words))

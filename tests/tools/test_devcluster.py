@@ -1,5 +1,4 @@
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -8,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.slurm_cluster import TOOL, USER, DevCluster, why_no_cluster
+from tools._devcluster.processes import process_table
 
 needs_slurm = [
     pytest.mark.slurm,
@@ -17,15 +17,16 @@ needs_slurm = [
 
 def pids_with(word: str) -> set[int]:
     """The processes that have `word` among their arguments."""
-    found = set()
-    for name in os.listdir("/proc"):
-        try:
-            words = Path(f"/proc/{name}/cmdline").read_bytes().split(b"\0")
-            state = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            continue
-        if word.encode() in words and state not in "ZX":
-            found.add(int(name))
+    return {p.pid for p in process_table().values() if word in p.command() and p.alive()}
+
+
+def running(name: str, folder: str) -> list[int]:
+    """The processes called `name` that have `folder` in their arguments or environment."""
+    found = []
+    for process in process_table().values():
+        words = [*process.command(), *process.environment().values()]
+        if process.name == name and process.alive() and any(folder in word for word in words):
+            found.append(process.pid)
     return found
 
 
@@ -154,6 +155,34 @@ class TestOnARealSlurm:
             assert not pids_with("4714.5")
             assert not other.state.exists()
         assert clean.status()["state"] == "up"
+
+    def test_accounting_refuses_a_foreign_account_and_more_jobs_than_the_qos_allows(self) -> None:
+        with DevCluster() as accounted:
+            accounted.up(nodes=2, accounting=True)
+            job = accounted.submit("true", "--account=research")
+            accounted.wait_for_job(job, "COMPLETED")
+            for options in (["--account=other"], ["--qos=limited", "--array=0-20"]):
+                done = accounted.run(["sbatch", *options, "--wrap", "true"], user=USER, check=False)
+                assert done.returncode != 0, options
+            accounted.wait_until(
+                lambda: "COMPLETED" in accounted.run(["sacct", "-a", "-n", "-j", job]).stdout,
+                "the job in sacct",
+            )
+            folder = str(accounted.state)
+        leftover = [p for name in ("mariadbd", "slurmdbd") for p in running(name, folder)]
+        assert not leftover
+
+    def test_an_interrupted_up_is_cleaned_up_by_the_next_one(self) -> None:
+        with DevCluster() as cluster:
+            words = [sys.executable, str(TOOL), "up", "--state", str(cluster.state)]
+            first = subprocess.Popen([*words, "--nodes", "40"], stderr=subprocess.DEVNULL)
+            cluster.wait_until(lambda: len(pids_with(str(cluster.conf))) > 3, "some slurmd")
+            first.kill()
+            first.wait()
+            cluster.up(nodes=2)
+            cluster.wait_until(
+                lambda: len(pids_with(str(cluster.conf))) == 3, "slurmctld and two slurmd alone"
+            )
 
     def test_down_kills_no_process_that_got_a_recorded_pid(self, tmp_path: Path) -> None:
         bystander = subprocess.Popen(["sleep", "300"])

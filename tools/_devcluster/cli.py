@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import signal
 import sys
 from collections.abc import Callable
 from typing import Any, TypeAlias
@@ -20,6 +21,7 @@ Verbs: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 def main(arguments: list[str]) -> int:
     """Run one verb; every expected failure is a line on stderr and an exit code."""
     options = build_parser().parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `up` cleans up behind itself
     try:
         options.run(options)
     except DevclusterError as error:

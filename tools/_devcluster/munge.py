@@ -99,5 +99,5 @@ def _start(install: Install) -> None:
             )
         time.sleep(0.1)
     for process in process_table().values():
-        if process.name == "munged" and process.pid not in before:
+        if process.name == "munged" and process.pid not in before and process.alive():
             RECORD.write_text(f"{process.pid} {process.start}\n")

@@ -12,6 +12,7 @@ from .install import Install
 from .spec import ClusterSpec, expand_nodes
 from .state import State
 
+START_TIMEOUT_S = 60
 READY_STATES = ("idle", "mixed", "allocated")
 
 
@@ -21,16 +22,21 @@ def start_slurmds(install: Install, state: State, names: Iterable[str]) -> None:
     environment = install.environment(str(state.slurm_conf))
 
     def start(name: str) -> str:
+        """The node's name if its slurmd did not start."""
         argv = install.command("slurmd", "-f", str(state.slurm_conf), "-N", name)
-        done = subprocess.run(
-            argv,
-            env=environment,
-            cwd="/",
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        try:
+            done = subprocess.run(
+                argv,
+                env=environment,
+                cwd="/",
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+                timeout=START_TIMEOUT_S,
+            )
+        except subprocess.TimeoutExpired:
+            return name
         return name if done.returncode else ""
 
     with ThreadPoolExecutor(max_workers=2 * (os.cpu_count() or 1)) as pool:
