@@ -27,9 +27,9 @@ seen, left = run_dir / "attempts" / "seen", run_dir / "attempts" / "left"
 
 
 def note(**facts: object) -> None:
-    line = json.dumps({"rank": rank, "job": job, "restarts": restarts, "time": time.time(), **facts})
+    whole = {"rank": rank, "job": job, "restarts": restarts, "time": time.time(), **facts}
     with seen.open("a") as file:
-        file.write(line + "\n")
+        file.write(json.dumps(whole) + "\n")
 
 
 def leave(word: str) -> None:
@@ -38,9 +38,19 @@ def leave(word: str) -> None:
     left.write_text(start)
 
 
-names = ("PYTHONPATH", "PYTHONSAFEPATH", "AIR_HPC_SCRIPT", "SLURM_ARRAY_JOB_ID", "CUDA_VISIBLE_DEVICES",
-         "SLURM_ARRAY_TASK_ID", "SLURM_CPUS_PER_TASK", "SLURM_CPUS_ON_NODE", "LEAKED", "SITE")  # fmt: skip
-note(event="start", argv=sys.argv[1:], cwd=os.getcwd(), environ={n: os.environ.get(n) for n in names})
+names = (
+    "PYTHONPATH",
+    "PYTHONSAFEPATH",
+    "AIR_HPC_SCRIPT",
+    "SLURM_ARRAY_JOB_ID",
+    "SLURM_ARRAY_TASK_ID",
+    "SLURM_CPUS_PER_TASK",
+    "CUDA_VISIBLE_DEVICES",
+    "LEAKED",
+    "SITE",
+)
+environ = {name: os.environ.get(name) for name in names}
+note(event="start", argv=sys.argv[1:], cwd=os.getcwd(), environ=environ)
 first = not left.exists() or left.read_text() in ("", start)
 if (run_dir / "done").exists() or behaviour == "finish" or not first:
     note(event="finish")

@@ -12,7 +12,9 @@ LIMITS = st.builds(
 
 
 @given(shapes=st.lists(st.sampled_from("abc"), max_size=100), limits=LIMITS)
-def test_chunks_partition_the_sweep_under_all_limits(shapes: list[str], limits: ArrayLimits) -> None:
+def test_chunks_partition_the_sweep_under_all_limits(
+    shapes: list[str], limits: ArrayLimits
+) -> None:
     chunks = chunk(shapes, limits)
     assert sorted(task for c in chunks for task in c.tasks) == list(range(len(shapes)))
     for c in chunks:
