@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
+import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +23,7 @@ from air_hpc.launch import chunk as chunking
 from air_hpc.launch.submission import Ask, Chunk, Submission, save, submission_dir
 from air_hpc.plan.frozen import freeze_run, render_run_yaml
 from air_hpc.plan.types import Plan
-from air_hpc.rundir.atomic import remove_tree
+from air_hpc.rundir.atomic import ASIDE_PREFIX, remove_tree
 from air_hpc.rundir.layout import SHARED_DIR, RunDir, create_run_dir
 from air_hpc.slurm import limits
 from air_hpc.slurm.environment import user_defaults
@@ -249,8 +249,6 @@ def _make_run(
     }
     mode = 0o640 if task.spec.launch.share_group else 0o600
     bulk.write_new(run.submit_dir / "submission.json", json.dumps(pointer, indent=1) + "\n", mode)
-    if not run.channel_key.exists():
-        bulk.write_new(run.channel_key, secrets.token_hex(32), 0o600)
     if stored is not None:
         code.link(stored, run.code_dir)
     # Last: a directory without run.yaml is no run.
@@ -258,9 +256,15 @@ def _make_run(
 
 
 def discard(planned: Submission) -> None:
-    """Remove the run directories of a submission that never became ready: none can have a job."""
+    """Remove all of a submission that never became ready: no job of it can exist.
+
+    Its record goes last: it is what names the rest.
+    """
     for run_id in planned.run_ids:
         remove_tree(Path(planned.runs_dir) / run_id)
+    for left in Path(planned.runs_dir).glob(f"{ASIDE_PREFIX}doomed-*"):
+        shutil.rmtree(left, ignore_errors=True)
+    remove_tree(planned.folder)
 
 
 def _index_text(planned: Submission, part: Chunk) -> str:

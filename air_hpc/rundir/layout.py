@@ -141,4 +141,4 @@ def list_runs(runs_dir: Path) -> list[RunDir]:
     """Every run below a runs folder, oldest name first (ids begin with model and date)."""
     if not runs_dir.is_dir():
         return []
-    return [RunDir(path.parent.absolute()) for path in sorted(runs_dir.glob("*/run.yaml"))]
+    return [RunDir(path.parent.absolute()) for path in sorted(runs_dir.glob("[!.]*/run.yaml"))]
