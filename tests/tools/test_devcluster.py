@@ -90,14 +90,14 @@ class TestOnARealSlurm:
         assert not pids_with("4711.1")
         assert clean.status()["slurmd_missing"] == ["n1", "n2"]
 
-    def test_a_killed_node_is_lost_to_slurm_and_comes_back_when_revived(
+    def test_a_killed_node_comes_back_only_after_slurm_has_taken_its_job_off_it(
         self, clean: DevCluster
     ) -> None:
         job = clean.submit("sleep 500", "-N1", "--nodelist=n4", "--requeue")
         clean.wait_for_job(job, "RUNNING")
         clean.kill_node("n4")
-        clean.wait_for_job(job, "PENDING", "REQUEUED", timeout_s=90)
-        clean.revive_node("n4")
+        clean.revive_node("n4")  # waits until Slurm has seen the loss
+        assert clean.job(job)["Restarts"] == "1"
         nodes = clean.status()["nodes"]
         assert isinstance(nodes, dict)
         assert set(nodes) <= {"idle", "mixed", "allocated"}

@@ -57,7 +57,10 @@ def build_parser() -> argparse.ArgumentParser:
         verb = _verb(verbs, name, run, text)
         verb.add_argument("nodes", nargs="+", metavar="NODE", help="n3, n[1-4] ...")
         if name == "revive-node":
-            verb.add_argument("--timeout", type=float, default=60, metavar="SECONDS")
+            verb.add_argument("--timeout", type=float, default=90, metavar="SECONDS",
+                              help="for the nodes to be back (default %(default)s)")  # fmt: skip
+            verb.add_argument("--at-once", action="store_true",
+                              help="do not wait until Slurm has seen a dead node's loss")  # fmt: skip
     return parser
 
 
@@ -199,7 +202,7 @@ def run_revive(options: argparse.Namespace) -> None:
     state = open_state(options.state)
     spec = report.require_cluster(state)
     nodes = known_nodes(spec, options.nodes)
-    faults.revive_nodes(find_install(spec.slurm), state, nodes, options.timeout)
+    faults.revive_nodes(find_install(spec.slurm), state, nodes, options.timeout, options.at_once)
     cluster.say(f"{' '.join(nodes)} take jobs again")
 
 
