@@ -1,0 +1,1 @@
+"""The typed RunSpec: composed by Hydra, checked, and frozen into run.yaml."""

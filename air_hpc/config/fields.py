@@ -1,0 +1,97 @@
+"""Constraints of config fields, declared where the field is and checked in one place.
+
+`config.build` turns a mapping into a dataclass; it reads the constraint out of the field's
+metadata. So the range of a value stands beside its type and its meaning, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import MISSING, field
+from typing import Any, Literal
+
+AUTO: Literal["auto"] = "auto"
+Auto = Literal["auto"]
+"""A value the plan resolves: it never reaches run.yaml's Plan."""
+
+Check = Callable[[Any], str | None]
+"""Returns what is allowed, as text, when the value is not allowed; else None."""
+
+
+def _constrained(check: Check, default: Any, factory: Any) -> Any:
+    metadata = {"check": check}
+    if factory is not MISSING:
+        return field(default_factory=factory, metadata=metadata)
+    if default is not MISSING:
+        return field(default=default, metadata=metadata)
+    return field(metadata=metadata)
+
+
+def at_least(minimum: float, default: Any = MISSING) -> Any:
+    """A number (or `auto`, or null where the type allows it) not below `minimum`."""
+
+    def check(value: Any) -> str | None:
+        if value is None or value == AUTO or value >= minimum:
+            return None
+        return f"at least {minimum:g}"
+
+    return _constrained(check, default, MISSING)
+
+
+def above(minimum: float, default: Any = MISSING) -> Any:
+    """A number (or `auto`, or null where the type allows it) strictly above `minimum`."""
+
+    def check(value: Any) -> str | None:
+        if value is None or value == AUTO or value > minimum:
+            return None
+        return f"above {minimum:g}"
+
+    return _constrained(check, default, MISSING)
+
+
+def between(low: float, high: float, default: Any = MISSING, *, high_open: bool = False) -> Any:
+    """A number from `low` to `high`, the upper end left out when `high_open`."""
+
+    def check(value: Any) -> str | None:
+        if value is None or (low <= value < high if high_open else low <= value <= high):
+            return None
+        return f"from {low:g} to {'below ' if high_open else ''}{high:g}"
+
+    return _constrained(check, default, MISSING)
+
+
+def _is_one_line(text: str) -> bool:
+    return not any(ord(char) < 32 or ord(char) == 127 for char in text)
+
+
+def one_line(default: Any = MISSING) -> Any:
+    """Text without control characters: it ends up in a script, a job name or a header."""
+
+    def check(value: Any) -> str | None:
+        if value is None or _is_one_line(value):
+            return None
+        return "one line without control characters"
+
+    return _constrained(check, default, MISSING)
+
+
+def lines() -> Any:
+    """A list of texts, empty by default, each of them one line without control characters."""
+
+    def check(value: Any) -> str | None:
+        if all(_is_one_line(entry) for entry in value):
+            return None
+        return "entries of one line without control characters"
+
+    return _constrained(check, (), MISSING)
+
+
+def named_lines() -> Any:
+    """A mapping, empty by default, whose names and texts are one line each."""
+
+    def check(value: Any) -> str | None:
+        if all(_is_one_line(f"{name}{entry}") for name, entry in value.items()):
+            return None
+        return "names and values of one line without control characters"
+
+    return _constrained(check, MISSING, dict)

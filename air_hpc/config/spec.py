@@ -1,0 +1,267 @@
+"""RunSpec: everything a user decides about one run, typed and frozen.
+
+A RunSpec is composed from `conf/` by Hydra, checked field by field (`config.build`), and written
+into run.yaml together with its Plan. Each dataclass is one config group or one section of a
+config; its attribute names are the config keys. Quantities are bytes, seconds and tokens; the one
+exception is Slurm's own minutes (`launch.time_limit_min`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from air_hpc.config.fields import Auto, above, at_least, between, lines, named_lines, one_line
+from air_hpc.hardware.accelerator import AcceleratorSpec
+
+SCHEMA_VERSION = 1
+"""Of run.yaml, events and manifests. A reader keeps unknown keys and refuses a newer version."""
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3.1's frequency scaling of rotary embeddings (arXiv 2407.21783, reference code)."""
+
+    factor: float = at_least(1, 8.0)
+    low_freq_factor: float = above(0, 1.0)
+    high_freq_factor: float = above(0, 4.0)
+    original_context_tokens: int = at_least(1, 8192)
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A Llama-family decoder. `dim` is the model width, `ffn_dim` the SwiGLU hidden width."""
+
+    name: str = one_line("tiny")
+    dim: int = at_least(1, 128)
+    layers: int = at_least(1, 4)
+    heads: int = at_least(1, 4)
+    kv_heads: int = at_least(1, 2)
+    ffn_dim: int = at_least(1, 384)
+    vocab_size: int = at_least(2, 256)
+    rope_theta: float = above(0, 10000.0)
+    rope_scaling: RopeScaling | None = None
+    norm_eps: float = above(0, 1e-5)
+    dropout: float = between(0, 1, 0.0, high_open=True)
+    tied_head: bool = False
+    init_std: float = above(0, 0.02)
+
+    @property
+    def head_dim(self) -> int:
+        """The width of one attention head."""
+        return self.dim // self.heads
+
+
+@dataclass(frozen=True)
+class ParallelismSpec:
+    """Degrees of the mesh pp × dp_replicate × dp_shard × cp × tp, ep inside dp and cp.
+
+    `auto` for one or both data-parallel degrees fills the world. `bucket` etc. of DDP stay torch's.
+    """
+
+    name: str = one_line("ddp")
+    pp: int = at_least(1, 1)
+    dp_replicate: int | Auto = at_least(1, "auto")
+    dp_shard: int | Auto = at_least(1, 1)
+    cp: int = at_least(1, 1)
+    tp: int = at_least(1, 1)
+    ep: int = at_least(1, 1)
+    reshard_after_forward: bool = True
+    cpu_offload: bool = False
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """What trains. `native` is this project's own loop."""
+
+    name: Literal["native"] = "native"
+
+
+@dataclass(frozen=True)
+class ContainerSpec:
+    """How the command is put into a container; `none` runs it on the host."""
+
+    kind: Literal["none", "apptainer", "pyxis"] = "none"
+    image: str | None = one_line(None)
+    mounts: tuple[str, ...] = lines()
+
+
+@dataclass(frozen=True)
+class ClusterSpec:
+    """Where runs go and what the site needs around the command.
+
+    `kind`: `local` is this machine, `slurm` submits, `allocation` runs inside the present salloc.
+    `template` names a file of sbatch_templates. `export` is sbatch's `--export` policy.
+    `grace_s` is what the site leaves between SIGTERM and SIGKILL (GraceTime + KillWait).
+    `submit_timeout_s` bounds each scheduler command.
+    """
+
+    name: str = one_line("local")
+    kind: Literal["local", "slurm", "allocation"] = "local"
+    template: str = one_line("default")
+    modules: tuple[str, ...] = lines()
+    venv: str | None = one_line(None)
+    conda_env: str | None = one_line(None)
+    container: ContainerSpec = field(default_factory=ContainerSpec)
+    env: Mapping[str, str] = named_lines()
+    setup: tuple[str, ...] = lines()
+    python: str | None = one_line(None)
+    export: str = one_line("NONE")
+    srun_args: tuple[str, ...] = lines()
+    grace_s: float = at_least(0, 30.0)
+    submit_timeout_s: float = above(0, 60.0)
+    allow_mixed_devices: bool = False
+    network_interface: str | None = one_line(None)
+    node_local_dir: str = one_line("/tmp")
+
+
+@dataclass(frozen=True)
+class LaunchSpec:
+    """What is asked of the scheduler. Null leaves the site's default in force.
+
+    `sbatch` passes any other sbatch option through, checked: `{licenses: "a:1"}`, a true value for
+    a flag. `lead_s`: how long ahead of the limit a run is told to save (auto: from the plan).
+    `chain_length`: how many dependent jobs `continuation=chain` submits ahead.
+    """
+
+    nodes: int = between(1, 100_000, 1)
+    devices_per_node: int = between(1, 1024, 1)
+    cpus_per_device: int | None = at_least(1, None)
+    partition: str | None = one_line(None)
+    account: str | None = one_line(None)
+    qos: str | None = one_line(None)
+    time_limit_min: int | None = at_least(1, None)
+    lead_s: float | Auto = at_least(0, "auto")
+    constraint: str | None = one_line(None)
+    reservation: str | None = one_line(None)
+    exclusive: bool = False
+    mem: str | None = one_line(None)
+    gpus: Literal["gpus_per_node", "gres", "none"] | Auto = "auto"
+    gres_type: str | None = one_line(None)
+    mail_type: str | None = one_line(None)
+    mail_user: str | None = one_line(None)
+    dependency: str | None = one_line(None)
+    comment: str | None = one_line(None)
+    job_name: str | None = one_line(None)
+    array_parallelism: int | None = at_least(1, None)
+    continuation: Literal["requeue", "chain", "resubmit", "none"] = "requeue"
+    chain_length: int = at_least(1, 3)
+    starter: Literal["exec", "fork"] = "exec"
+    start_timeout_s: float = above(0, 300.0)
+    share_group: str | None = one_line(None)
+    sbatch: Mapping[str, str | int | float | bool | None] = named_lines()
+
+
+@dataclass(frozen=True)
+class DataSpec:
+    """What is trained on. `python_stdlib`: the bytes of the standard library's own sources."""
+
+    name: str = one_line("python_stdlib")
+    source: Literal["python_stdlib"] = "python_stdlib"
+    sequence_length: int = at_least(2, 128)
+    cache_dir: str | None = one_line(None)
+
+
+@dataclass(frozen=True)
+class OptimizerSpec:
+    """AdamW (arXiv 1711.05101); weight decay only on matrices."""
+
+    name: Literal["adamw", "sgd"] = "adamw"
+    lr: float = above(0, 1e-3)
+    beta1: float = between(0, 1, 0.9, high_open=True)
+    beta2: float = between(0, 1, 0.95, high_open=True)
+    eps: float = above(0, 1e-8)
+    weight_decay: float = at_least(0, 0.1)
+    momentum: float = between(0, 1, 0.9, high_open=True)
+    grad_clip: float | None = above(0, 1.0)
+
+
+@dataclass(frozen=True)
+class ScheduleSpec:
+    """Learning rate over steps: warm-up, then cosine, warm-up-stable-decay or constant."""
+
+    name: Literal["cosine", "wsd", "constant"] = "cosine"
+    warmup_steps: int = at_least(0, 20)
+    min_lr_ratio: float = between(0, 1, 0.1)
+    decay_ratio: float = between(0, 1, 0.2)
+
+
+@dataclass(frozen=True)
+class TrainSpec:
+    """The training itself; `micro_batch_size` counts sequences of one rank in one forward."""
+
+    steps: int = at_least(1, 200)
+    global_batch_size: int = at_least(1, 16)
+    micro_batch_size: int | Auto = at_least(1, "auto")
+    seed: int = at_least(0, 0)
+    precision: Literal["fp32", "bf16"] = "fp32"
+    deterministic: bool = True
+    compile: bool = False
+    log_interval_steps: int = at_least(1, 1)
+    collective_timeout_s: float = above(0, 600.0)
+    threads_per_worker: int | Auto = at_least(1, "auto")
+
+
+@dataclass(frozen=True)
+class CheckpointSpec:
+    """When and how state is saved. Retention keeps the last `keep_last`, every `keep_every`-th step
+    for ever, and always the newest verified one."""
+
+    interval_steps: int = at_least(1, 100)
+    keep_last: int = at_least(1, 2)
+    keep_every_steps: int | None = at_least(1, None)
+    asynchronous: bool = True
+
+
+@dataclass(frozen=True)
+class RecoverySpec:
+    """Budgets of the restart machine and the deadlines of the node side."""
+
+    max_failures: int = at_least(0, 5)
+    max_no_progress: int = at_least(1, 3)
+    heartbeat_interval_s: float = above(0, 0.5)
+    heartbeat_timeout_s: float = above(0, 5.0)
+    lease_s: float = above(0, 15.0)
+    stop_timeout_s: float = above(0, 120.0)
+
+
+@dataclass(frozen=True)
+class TrackingSpec:
+    """Where metrics go. A null `uri` keeps the spool alone, for `python -m air_hpc sync`;
+    `auto` is a SQLite file in the runs folder on `cluster=local` and null on a cluster."""
+
+    name: str = one_line("mlflow")
+    uri: str | Auto | None = one_line("auto")
+    experiment: str = one_line("air_hpc")
+    interval_s: float = above(0, 2.0)
+
+
+@dataclass(frozen=True)
+class CodeSpec:
+    """What is copied at submit. `repository`: the git work tree of the working directory."""
+
+    snapshot: Literal["repository", "none"] = "repository"
+    max_bytes: int = at_least(0, 256 * 1024 * 1024)
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """One run as the user composed it. `name` is a label; the run's id is fixed at submit."""
+
+    name: str | None = one_line(None)
+    runs_dir: str = one_line("runs")
+    model: ModelSpec = field(default_factory=ModelSpec)
+    parallelism: ParallelismSpec = field(default_factory=ParallelismSpec)
+    engine: EngineSpec = field(default_factory=EngineSpec)
+    accelerator: AcceleratorSpec = field(default_factory=lambda: AcceleratorSpec(name="cpu"))
+    cluster: ClusterSpec = field(default_factory=ClusterSpec)
+    launch: LaunchSpec = field(default_factory=LaunchSpec)
+    data: DataSpec = field(default_factory=DataSpec)
+    optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
+    schedule: ScheduleSpec = field(default_factory=ScheduleSpec)
+    train: TrainSpec = field(default_factory=TrainSpec)
+    checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)
+    recovery: RecoverySpec = field(default_factory=RecoverySpec)
+    tracking: TrackingSpec = field(default_factory=TrackingSpec)
+    code: CodeSpec = field(default_factory=CodeSpec)

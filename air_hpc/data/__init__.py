@@ -1,0 +1,1 @@
+"""Token shards and the global sample order."""

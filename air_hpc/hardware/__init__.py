@@ -1,0 +1,1 @@
+"""Accelerators, links and topology as plain types; figures come from conf/accelerator."""

@@ -1,0 +1,1 @@
+"""From overrides to a submitted job: script, sweep, code snapshot, submission."""

@@ -1,0 +1,1 @@
+"""The mesh and the ways to spread a model over it."""

@@ -1,0 +1,101 @@
+"""The Plan: what a RunSpec resolves to. Frozen beside it in run.yaml."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MESH_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+"""From outermost to innermost: consecutive ranks differ in tp first."""
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Resolved degrees. Their product is the world size; ep lies inside dp and cp."""
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1
+
+    @property
+    def world_size(self) -> int:
+        """The number of workers the mesh needs."""
+        return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Over how many groups of ranks the global batch is divided."""
+        return self.dp_replicate * self.dp_shard
+
+
+@dataclass(frozen=True)
+class FlopsPerToken:
+    """Model FLOP for one token, forward and backward, in both conventions (never recompute)."""
+
+    causal: float
+    palm: float
+
+
+@dataclass(frozen=True)
+class ModelCounts:
+    """Parameters: all of them, and those in matrix products (head in, embedding look-up out)."""
+
+    parameters: int
+    matmul_parameters: int
+
+
+@dataclass(frozen=True)
+class MemoryPerRank:
+    """Bytes on the fullest rank, by what holds them."""
+
+    weights_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    activations_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """The sum of all parts."""
+        return (
+            self.weights_bytes
+            + self.gradients_bytes
+            + self.optimizer_bytes
+            + self.activations_bytes
+        )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Every `auto` of a RunSpec resolved, and what follows from it.
+
+    `accumulation_steps` micro-batches of `micro_batch_size` sequences make a rank's part of the
+    global batch. `lead_s` is how long ahead of the time limit the run is told to save.
+    `step_time_s` is null: it is predicted only where it has been calibrated.
+    """
+
+    mesh: Mesh
+    nodes: int
+    devices_per_node: int
+    micro_batch_size: int
+    accumulation_steps: int
+    tokens_per_step: int
+    counts: ModelCounts
+    flops_per_token: FlopsPerToken
+    memory_per_rank: MemoryPerRank
+    peak_flops_per_device: float | None
+    lead_s: float
+    threads_per_worker: int
+    tracking_uri: str | None
+    step_time_s: float | None = None
+
+    @property
+    def world_size(self) -> int:
+        """The number of workers."""
+        return self.mesh.world_size
+
+    @property
+    def total_tokens_per_rank_step(self) -> int:
+        """Tokens one data-parallel rank takes in one optimizer step."""
+        return self.tokens_per_step // self.mesh.data_parallel_size

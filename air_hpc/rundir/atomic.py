@@ -1,0 +1,73 @@
+"""Writes that are there whole or not at all, also after a crash of the machine.
+
+A file is written aside in the same directory, fsynced, renamed over its name, and the directory is
+fsynced, so that neither the bytes nor the name can be lost once the call has returned.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from pathlib import Path
+
+ASIDE_PREFIX = ".aside-"
+"""What an unfinished write is called; a crash leaves such names behind, and readers skip them."""
+
+
+def fsync_dir(path: Path) -> None:
+    """Make the names inside a directory durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_all(fd: int, data: bytes) -> None:
+    """Write every byte, whatever a single write(2) takes; raises OSError (ENOSPC, EDQUOT)."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def write_file(path: Path, data: bytes, mode: int = 0o600) -> None:
+    """Write a new file and make its bytes durable (its name is not: see `fsync_dir`)."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    try:
+        write_all(fd, data)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_atomic(path: Path, data: bytes, mode: int = 0o600) -> None:
+    """Replace `path` by `data`: a reader sees the old bytes or the new ones, never a mixture."""
+    aside = path.with_name(f"{ASIDE_PREFIX}{path.name}-{secrets.token_hex(4)}")
+    try:
+        write_file(aside, data, mode)
+        os.rename(aside, path)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
+    fsync_dir(path.parent)
+
+
+def make_exclusive_dir(path: Path, mode: int = 0o700) -> bool:
+    """Create a directory; False when it is there already. The server decides, not a cache."""
+    try:
+        path.mkdir(mode=mode)
+    except FileExistsError:
+        return False
+    fsync_dir(path.parent)
+    return True
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a directory tree so that its name disappears first: a crash leaves no half of it."""
+    doomed = path.with_name(f"{ASIDE_PREFIX}doomed-{secrets.token_hex(4)}")
+    try:
+        os.rename(path, doomed)
+    except FileNotFoundError:
+        return
+    shutil.rmtree(doomed, ignore_errors=True)

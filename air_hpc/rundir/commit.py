@@ -1,0 +1,388 @@
+"""The commit protocol of checkpoints: saved aside, committed by one rename, verified, retained.
+
+A save goes through these steps, and a crash after any of them leaves the newest committed
+checkpoint as it was or commits the new one whole:
+
+1. rank 0 makes `checkpoints/.saving-step-<n>.<token>` and tells the others;
+2. every rank writes its shards there, fsyncs them, and takes their sizes and SHA-256;
+3. rank 0 gathers those, writes `manifest.json` and `COMMITTED` (which holds the manifest's digest
+   and the token), and makes files and names durable;
+4. it looks whether its token is still the newest, and renames the directory to `step-<n>`.
+
+So a directory `step-<n>` is committed from its first instant. Whether it *counts* is decided on
+reading: its COMMITTED must match its manifest, and its token must be the newest generation's, or
+stand in the list that the newest generation inherited (`fence`): a late rename by a writer that
+was given up counts for nothing. A checkpoint that fails to verify, or whose load crashed, is marked
+BAD and is never chosen again; it is kept as evidence until retention takes it.
+
+Step `n` means: the state after n optimizer steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from air_hpc.errors import AirHpcError
+from air_hpc.rundir.atomic import (
+    ASIDE_PREFIX,
+    fsync_dir,
+    remove_tree,
+    write_atomic,
+    write_file,
+)
+from air_hpc.rundir.fence import Fenced, Token, newest_inherited, newest_token, require_newest
+from air_hpc.rundir.layout import RunDir
+
+SCHEMA_VERSION = 1
+MANIFEST = "manifest.json"
+COMMITTED = "COMMITTED"
+BAD = "BAD"
+_STEP = re.compile(r"step-(\d+)")
+_SAVING = re.compile(r"\.saving-step-(\d+)\.(\d+\.\d+)")
+
+
+class CheckpointInvalid(AirHpcError):
+    """A checkpoint directory that is not what its manifest says; the text says why."""
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """What a file of a checkpoint must be."""
+
+    size_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A committed checkpoint as its manifest describes it."""
+
+    path: Path
+    step: int
+    token: Token
+    files: Mapping[str, FileRecord]
+    manifest_sha256: str
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def total_bytes(self) -> int:
+        """The size of all files together."""
+        return sum(record.size_bytes for record in self.files.values())
+
+
+def digest_file(path: Path) -> FileRecord:
+    """Size and SHA-256 of a file, read in pieces."""
+    with path.open("rb") as file:
+        sha = hashlib.file_digest(file, "sha256").hexdigest()
+        return FileRecord(file.tell(), sha)
+
+
+def checkpoint_path(run: RunDir, step: int) -> Path:
+    """Where the checkpoint of a step is once it is committed."""
+    return run.checkpoints_dir / f"step-{step}"
+
+
+def begin_save(run: RunDir, token: Token, step: int) -> Path:
+    """Make the folder that the shards of a step are written to; an unfinished one is replaced."""
+    path = run.checkpoints_dir / f".saving-step-{step}.{token}"
+    if path.exists():
+        remove_tree(path)
+    path.mkdir(mode=0o700)
+    return path
+
+
+def abort_save(path: Path) -> None:
+    """Remove what a failed save left (as much of it as the file system lets go)."""
+    remove_tree(path)
+
+
+def commit_save(
+    run: RunDir,
+    token: Token,
+    step: int,
+    files: Mapping[str, FileRecord],
+    facts: Mapping[str, Any] | None = None,
+) -> Checkpoint:
+    """Commit what all ranks wrote for `step`; `files` has every file of the folder.
+
+    Where a usable checkpoint of the step stands already it is kept and returned.
+
+    Raises:
+        Fenced: a newer generation owns the run; nothing was committed.
+        CheckpointInvalid: a file is missing, has another size or is not in `files`.
+        OSError: the file system refused (full, quota, stale); nothing was committed.
+    """
+    saving = run.checkpoints_dir / f".saving-step-{step}.{token}"
+    _require_files(saving, files)
+    manifest = _render_manifest(step, token, files, facts or {})
+    sha = hashlib.sha256(manifest).hexdigest()
+    for name in (MANIFEST, COMMITTED):
+        (saving / name).unlink(missing_ok=True)
+    write_file(saving / MANIFEST, manifest)
+    write_file(saving / COMMITTED, json.dumps({"token": str(token), "manifest": sha}).encode())
+    for folder in sorted({(saving / name).parent for name in files} | {saving}, reverse=True):
+        fsync_dir(folder)
+    require_newest(run, token)
+    target = checkpoint_path(run, step)
+    standing = _rename_into_place(run, token, saving, target)
+    fsync_dir(run.checkpoints_dir)
+    if standing is not None:
+        return standing
+    return Checkpoint(target, step, token, dict(files), sha, dict(facts or {}))
+
+
+def _rename_into_place(run: RunDir, token: Token, saving: Path, target: Path) -> Checkpoint | None:
+    """Rename; returns the usable checkpoint that stands there already, if one does.
+
+    One that cannot be used (bad, or a fenced writer's) is moved out of the way first, unless it
+    carries a newer token than ours.
+    """
+    for _ in range(2):
+        try:
+            os.rename(saving, target)
+            return None
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+        with contextlib.suppress(CheckpointInvalid):
+            standing = read_checkpoint(target)
+            if standing.token > token:
+                raise Fenced(f"{target.name} was committed by the newer token {standing.token}")
+            if not (target / BAD).exists() and _counts(run, standing):
+                verify_sizes(standing)
+                remove_tree(saving)
+                return standing
+        require_newest(run, token)
+        remove_tree(target)
+    raise OSError(errno.ENOTEMPTY, "cannot replace", str(target))
+
+
+def _render_manifest(
+    step: int, token: Token, files: Mapping[str, FileRecord], facts: Mapping[str, Any]
+) -> bytes:
+    body = {
+        "schema_version": SCHEMA_VERSION,
+        "step": step,
+        "token": str(token),
+        "files": {
+            name: {"size_bytes": record.size_bytes, "sha256": record.sha256}
+            for name, record in sorted(files.items())
+        },
+        "facts": dict(facts),
+    }
+    return json.dumps(body, indent=1).encode()
+
+
+def _payload_files(folder: Path) -> dict[str, int]:
+    """Every file below a checkpoint folder but the protocol's own, with its size in bytes."""
+    found = {}
+    for path in folder.rglob("*"):
+        name = path.relative_to(folder).as_posix()
+        if name in (MANIFEST, COMMITTED, BAD) or path.name.startswith(ASIDE_PREFIX):
+            continue
+        if path.is_file():
+            found[name] = path.stat().st_size
+    return found
+
+
+def _require_files(folder: Path, files: Mapping[str, FileRecord]) -> None:
+    present = _payload_files(folder)
+    for name, record in files.items():
+        size = present.pop(name, None)
+        if size is None:
+            raise CheckpointInvalid(f"{folder.name}: {name} is missing")
+        if size != record.size_bytes:
+            raise CheckpointInvalid(
+                f"{folder.name}: {name} has {size} bytes, its writer reported {record.size_bytes}"
+            )
+    if present:
+        raise CheckpointInvalid(f"{folder.name}: nobody reported {', '.join(sorted(present))}")
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Read COMMITTED and manifest of a checkpoint; raises CheckpointInvalid with the reason."""
+    try:
+        manifest = (path / MANIFEST).read_bytes()
+        mark = json.loads((path / COMMITTED).read_bytes())
+        sha = hashlib.sha256(manifest).hexdigest()
+        if mark["manifest"] != sha:
+            raise CheckpointInvalid(f"{path.name}: the manifest is not the committed one")
+        body = json.loads(manifest)
+        if body["schema_version"] > SCHEMA_VERSION:
+            raise CheckpointInvalid(
+                f"{path.name}: written by a newer version (schema {body['schema_version']})"
+            )
+        files = {
+            str(name): FileRecord(int(record["size_bytes"]), str(record["sha256"]))
+            for name, record in body["files"].items()
+        }
+        token = Token.parse(body["token"])
+        return Checkpoint(path, int(body["step"]), token, files, sha, body.get("facts", {}))
+    except OSError as error:
+        raise CheckpointInvalid(f"{path.name}: {error.strerror}: {error.filename}") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointInvalid(f"{path.name}: unreadable manifest ({error})") from None
+
+
+def verify_sizes(checkpoint: Checkpoint) -> None:
+    """Compare names and sizes with the manifest; raises CheckpointInvalid. Cheap: no reading."""
+    try:
+        _require_files(checkpoint.path, checkpoint.files)
+    except OSError as error:
+        raise CheckpointInvalid(f"{checkpoint.path.name}: {error}") from None
+
+
+def verify_file(checkpoint: Checkpoint, name: str) -> None:
+    """Compare the digest of one file with the manifest; raises CheckpointInvalid."""
+    expected = checkpoint.files[name]
+    try:
+        actual = digest_file(checkpoint.path / name)
+    except OSError as error:
+        raise CheckpointInvalid(f"{checkpoint.path.name}: {error}") from None
+    if actual != expected:
+        raise CheckpointInvalid(
+            f"{checkpoint.path.name}: {name} does not match its digest "
+            f"({actual.size_bytes} bytes, sha256 {actual.sha256[:12]}; "
+            f"the manifest says {expected.size_bytes} bytes, {expected.sha256[:12]})"
+        )
+
+
+def verify_fully(checkpoint: Checkpoint) -> None:
+    """Names, sizes and every digest; raises CheckpointInvalid at the first that differs."""
+    verify_sizes(checkpoint)
+    for name in sorted(checkpoint.files):
+        verify_file(checkpoint, name)
+
+
+def mark_bad(run: RunDir, step: int, reason: str) -> None:
+    """Never choose this checkpoint again. Keeps its files as evidence."""
+    path = checkpoint_path(run, step)
+    if path.is_dir():
+        write_atomic(path / BAD, reason.encode("utf-8", errors="replace"))
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """What a start can resume from, newest first, and why newer ones were passed over."""
+
+    usable: tuple[Checkpoint, ...]
+    rejected: tuple[tuple[int, str], ...] = ()
+
+
+def find_candidates(run: RunDir) -> Candidates:
+    """Committed checkpoints that count, with the right names and sizes, newest first.
+
+    `rejected` has (step, reason) for those that fail to verify; marking them is the caller's.
+    """
+    usable: list[Checkpoint] = []
+    rejected: list[tuple[int, str]] = []
+    for step, path in sorted(_step_dirs(run), reverse=True):
+        if (path / BAD).exists():
+            continue
+        try:
+            checkpoint = read_checkpoint(path)
+            if not _counts(run, checkpoint):
+                continue
+            verify_sizes(checkpoint)
+            usable.append(checkpoint)
+        except CheckpointInvalid as error:
+            rejected.append((step, str(error)))
+    return Candidates(tuple(usable), tuple(rejected))
+
+
+def committed_steps(run: RunDir) -> list[int]:
+    """Steps of the checkpoints that can be resumed from, newest first."""
+    return [checkpoint.step for checkpoint in find_candidates(run).usable]
+
+
+def _step_dirs(run: RunDir) -> list[tuple[int, Path]]:
+    found = []
+    for path in run.checkpoints_dir.iterdir():
+        match = _STEP.fullmatch(path.name)
+        if match:
+            found.append((int(match[1]), path))
+    return found
+
+
+def _counts(run: RunDir, checkpoint: Checkpoint) -> bool:
+    """Whether the token of a checkpoint was the newest when it was committed (see `fence`)."""
+    inherited = newest_inherited(run)
+    if inherited is None:
+        return checkpoint.token == newest_token(run)
+    if checkpoint.token >= inherited.token:
+        return True
+    return inherited.checkpoints.get(checkpoint.step) == checkpoint.manifest_sha256
+
+
+def inheritable(candidates: Iterable[Checkpoint]) -> dict[int, str]:
+    """What a new generation writes down as accepted: {step: digest of the manifest}."""
+    return {checkpoint.step: checkpoint.manifest_sha256 for checkpoint in candidates}
+
+
+def steps_to_retire(
+    steps: Iterable[int], *, keep_last: int, keep_every_steps: int | None, verified: int | None
+) -> list[int]:
+    """Which of the usable `steps` retention removes: never the newest, never the verified one."""
+    ordered = sorted(steps, reverse=True)
+    kept = set(ordered[: max(1, keep_last)])
+    if keep_every_steps:
+        kept |= {step for step in ordered if step % keep_every_steps == 0}
+    if verified is not None:
+        kept.add(verified)
+    return [step for step in ordered if step not in kept]
+
+
+def retire(
+    run: RunDir,
+    token: Token,
+    *,
+    keep_last: int,
+    keep_every_steps: int | None = None,
+    verified: int | None = None,
+) -> list[int]:
+    """Remove checkpoints that retention no longer keeps; returns their steps.
+
+    `verified` is the newest step whose digests were checked by reading (the one resumed from): it
+    stays although newer ones exist, since those were only written. Bad ones older than every
+    kept checkpoint go too. Raises Fenced when this token is no longer the newest.
+    """
+    require_newest(run, token)
+    usable = committed_steps(run)
+    doomed = steps_to_retire(
+        usable, keep_last=keep_last, keep_every_steps=keep_every_steps, verified=verified
+    )
+    oldest_kept = min(set(usable) - set(doomed), default=None)
+    if oldest_kept is not None:
+        doomed += [
+            step
+            for step, path in _step_dirs(run)
+            if step < oldest_kept and step not in usable and (path / BAD).exists()
+        ]
+    for step in doomed:
+        remove_tree(checkpoint_path(run, step))
+    return sorted(doomed)
+
+
+def sweep_leftovers(run: RunDir, token: Token) -> list[str]:
+    """Remove unfinished saves of older tokens and half-removed folders; returns their names.
+
+    An older writer that is still at work finds its folder gone: it can commit nothing.
+    """
+    require_newest(run, token)
+    removed = []
+    for path in run.checkpoints_dir.iterdir():
+        match = _SAVING.fullmatch(path.name)
+        stale = match is not None and Token.parse(match[2]) < token
+        if stale or (path.name.startswith(ASIDE_PREFIX) and path.is_dir()):
+            removed.append(path.name)
+            remove_tree(path)
+    return sorted(removed)

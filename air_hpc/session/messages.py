@@ -1,0 +1,65 @@
+"""What a worker tells its agent besides the page: small JSON objects over a local socket pair.
+
+A packet socket keeps the messages apart and in order. None is sent in the course of a step.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Any
+
+MAX_BYTES = 64 * 1024
+
+
+class Message(StrEnum):
+    """The kinds of message, with their facts."""
+
+    PHASE = "phase"
+    """phase, step."""
+    RESUMED = "resumed"
+    """step, checkpoint (rank 0)."""
+    TRAINING_STARTED = "training_started"
+    """step (rank 0): the first step of this generation begins."""
+    COMMITTED = "committed"
+    """step, bytes, blocking_s, duration_s, started (rank 0)."""
+    SAVE_FAILED = "save_failed"
+    """step, reason (rank 0)."""
+    CHECKPOINT_BAD = "checkpoint_bad"
+    """step, reason: not verified or not loadable (rank 0)."""
+    MEASURED = "measured"
+    """facts of the machine and the run (rank 0)."""
+    STOPPED = "stopped"
+    """step: left at the agreed step with its state saved (`saved` says whether)."""
+    FINISHED = "finished"
+    """step: all steps are done and saved."""
+    ERROR = "error"
+    """type, message, traceback, failure_class: why the worker ends."""
+
+
+def encode(kind: str, facts: Mapping[str, Any]) -> bytes:
+    """One packet. A long traceback keeps its end, which names the error."""
+    body = dict(facts)
+    data = json.dumps({"kind": str(kind), **body}, default=str).encode()
+    if len(data) > MAX_BYTES:
+        for key, value in body.items():
+            if isinstance(value, str) and len(value) > 4096:
+                body[key] = "… " + value[-4096:]
+        data = json.dumps({"kind": str(kind), **body}, default=str).encode()
+    return data
+
+
+def decode(data: bytes) -> dict[str, Any] | None:
+    """The message in a packet, or None for one that is none."""
+    try:
+        body = json.loads(data)
+    except ValueError:
+        return None
+    return body if isinstance(body, dict) and isinstance(body.get("kind"), str) else None
+
+
+def socket_pair() -> tuple[socket.socket, socket.socket]:
+    """(the agent's end, the worker's end); neither is inherited unless passed on."""
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
