@@ -46,9 +46,7 @@ def cluster() -> Iterator[DevCluster]:
 def clean(cluster: DevCluster) -> Iterator[DevCluster]:
     """The cluster; afterwards without jobs and with all nodes idle again."""
     yield cluster
-    cluster.run(["scancel", "--user", USER])
-    cluster.revive_node("n[1-4]")
-    cluster.wait_until(lambda: not cluster.run(["squeue", "-h"]).stdout, "the jobs to be gone")
+    cluster.clean()
 
 
 class TestOnARealSlurm:
@@ -183,6 +181,30 @@ class TestOnARealSlurm:
             cluster.wait_until(
                 lambda: len(pids_with(str(cluster.conf))) == 3, "slurmctld and two slurmd alone"
             )
+
+    def test_a_munged_that_a_cluster_started_goes_with_the_last_one(self) -> None:
+        # A mount namespace with an empty /run has no munged, whatever runs on this machine.
+        script = f"""
+            set -e
+            mount -t tmpfs -o mode=755 tmpfs /run
+            alive() {{ test "$(ps -o stat= -p "$pid" | cut -c1)" != Z && kill -0 "$pid"; }}
+            tool={TOOL}
+            a=$(mktemp -d /tmp/devcluster-XXXXXX) b=$(mktemp -d /tmp/devcluster-XXXXXX)
+            trap '$tool down --state $a; $tool down --state $b' EXIT
+            $tool up --state $a --nodes 1
+            pid=$(cat /run/munge/munged.pid)
+            $tool up --state $b --nodes 1
+            $tool down --state $a
+            alive && munge -n | unmunge >/dev/null
+            $tool down --state $b
+            if alive 2>/dev/null; then echo munged is left; exit 9; fi
+        """
+        if subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode:
+            pytest.skip("no mount namespace can be made here")
+        done = subprocess.run(
+            ["unshare", "-m", "bash", "-c", script], capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, done.stderr
 
     def test_down_kills_no_process_that_got_a_recorded_pid(self, tmp_path: Path) -> None:
         bystander = subprocess.Popen(["sleep", "300"])
