@@ -206,6 +206,11 @@ class TestOnARealSlurm:
         )
         assert done.returncode == 0, done.stderr
 
+    def test_the_shared_cluster_is_clean_when_a_test_gets_it(self, devcluster: DevCluster) -> None:
+        found = devcluster.status()
+        assert (found["state"], found["jobs"]) == ("up", [])
+        assert found["nodes"] == {"idle": [f"n{number}" for number in range(1, 9)]}
+
     def test_down_kills_no_process_that_got_a_recorded_pid(self, tmp_path: Path) -> None:
         bystander = subprocess.Popen(["sleep", "300"])
         try:
