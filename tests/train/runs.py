@@ -17,6 +17,7 @@ from air_hpc.config.spec import (
 )
 from air_hpc.data.corpus import corpus_folder
 from air_hpc.data.shards import write_shards
+from air_hpc.hardware.accelerator import AcceleratorSpec
 from air_hpc.plan.types import FlopsPerToken, MemoryPerRank, Mesh, ModelCounts, Plan
 from air_hpc.rundir.commit import find_candidates, inheritable
 from air_hpc.rundir.fence import Token, claim_next_attempt, record_inherited
@@ -32,6 +33,7 @@ SAMPLES = 45  # no multiple of the batch: an epoch ends inside one, at step 6
 def small_spec(steps: int, **changes: Any) -> RunSpec:
     """A model of a few thousand parameters with dropout, accumulation left to the plan."""
     spec = RunSpec(
+        accelerator=AcceleratorSpec(name="cpu", kind="cpu", peak_source="measured"),
         model=ModelSpec(
             dim=16, layers=2, heads=2, kv_heads=1, ffn_dim=32, vocab_size=256, dropout=0.1
         ),
