@@ -9,7 +9,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
@@ -46,6 +46,11 @@ class Server:
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
+        with (self.folder / "server.log").open("ab") as log:
+            self._start(log)
+        wait_until(self.answers, 150)
+
+    def _start(self, log: IO[bytes]) -> None:
         self.process = subprocess.Popen(
             [
                 *(sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1"),
@@ -55,11 +60,10 @@ class Server:
             ],
             cwd=self.folder,
             env={**os.environ, "MLFLOW_DISABLE_TELEMETRY": "true"},
-            stdout=(self.folder / "server.log").open("ab"),
-            stderr=subprocess.STDOUT,
+            stdout=log,
+            stderr=log,
             start_new_session=True,
         )
-        wait_until(self.answers, 60)
 
     def answers(self) -> bool:
         assert self.process is not None
