@@ -40,7 +40,7 @@ from air_hpc.config.hydra_words import (
 from air_hpc.config.interpolate import resolve as fill
 from air_hpc.config.overrides import Action, Assignment, apply
 from air_hpc.config.spec import RunSpec
-from air_hpc.errors import BadInput, Problem, nearest, raise_if_any
+from air_hpc.errors import Problem, nearest, raise_if_any
 
 Progress = Callable[[int, int], None]
 """Called with (tasks done, tasks in all)."""
@@ -98,17 +98,8 @@ class Composer:
     def __init__(
         self, config_dir: str | Path | None = None, config_name: str | None = None
     ) -> None:
-        self._folders = ConfigFolders.find(config_dir)
         self._config_name = (config_name or "config").removesuffix(".yaml")
-        names = self._folders.config_names()
-        if self._config_name not in names:
-            raise BadInput.single(
-                "--config-name",
-                self._config_name,
-                "no such config",
-                allowed=", ".join(names),
-                hint=nearest(self._config_name, names),
-            )
+        self._folders = ConfigFolders.find(config_dir).with_root(self._config_name)
         self._parser = OverridesParser.create()
         self._composed: dict[tuple[str, ...], dict[str, Any] | _NotComposed] = {}
 
