@@ -117,6 +117,10 @@ class Attempt:
             self._say_farewell()
             self._drain_shipper()
             return self.outcome.exit_code if self.outcome else exit_code
+        except Exception as error:
+            if link is not None:
+                link.send({"type": "agent_failed", "reason": f"{type(error).__name__}: {error}"})
+            raise
         finally:
             if node is not None:
                 node.close()

@@ -188,15 +188,22 @@ class AgentSocket:
     def receive(self) -> Iterator[Message]:
         """All messages that have arrived; the first valid one settles which connection is right."""
         for candidate in list(self.sockets):
-            while True:
-                try:
-                    frames = candidate.recv_multipart(zmq.NOBLOCK)
-                except zmq.Again:
-                    break
-                message = self._signer.open(frames)
-                if message is not None:
+            for message in self._receive_from(candidate):
+                if not self.settled:
                     self._settle(candidate)
-                    yield message
+                yield message
+            if self.settled:
+                return
+
+    def _receive_from(self, candidate: zmq.Socket[bytes]) -> Iterator[Message]:
+        while True:
+            try:
+                frames = candidate.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            message = self._signer.open(frames)
+            if message is not None:
+                yield message
 
     def _settle(self, chosen: zmq.Socket[bytes]) -> None:
         for candidate in self.sockets:

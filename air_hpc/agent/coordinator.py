@@ -280,7 +280,13 @@ class Coordinator:
             self._on_ended(node, message["workers"], now)
         elif kind == "signal":
             self.on_signal(message["name"], node)
+        elif kind == "agent_failed":
+            self._kill_workers()
+            self._end_attempt(
+                FailureClass.UNKNOWN, f"the agent on {node} failed: {message['reason']}"
+            )
         elif kind == "start_failed":
+            self._kill_workers()
             self._end_attempt(
                 FailureClass.ENVIRONMENT, f"{node} could not start workers: {message['reason']}"
             )
@@ -340,12 +346,15 @@ class Coordinator:
 
     def _cause(self) -> Cause:
         """Who is behind the signal. A local run is stopped by its owner or its own timer."""
-        word = self._scheduler.word() if self._context.scheduler == "slurm" else None
-        self._word = word
-        cause = cause_of_stop(self._signal or "", word, self._context.restart_count)
+        signal_name = self._signal or ""
         if fold(read_ledger(self._run).events).cancel_requested:
-            return Cause(FailureClass.CANCELLED, f"{self._signal}; cancelled by its owner")
-        return cause
+            return Cause(FailureClass.CANCELLED, f"{signal_name}; cancelled by its owner")
+        if self._context.scheduler == "local":
+            if signal_name == "timer":
+                return Cause(FailureClass.TIME_LIMIT, "launch.time_limit_min is near")
+            return Cause(FailureClass.CANCELLED, f"{signal_name} to the agent of a local run")
+        self._word = self._scheduler.word()
+        return cause_of_stop(signal_name, self._word, self._context.restart_count)
 
     # -- time --------------------------------------------------------------------------------------
 

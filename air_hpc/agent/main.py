@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)
 
@@ -48,10 +49,14 @@ def main(argv: list[str] | None = None) -> int:
     """Run the agent of this node; returns its exit code."""
     signals = SignalPipe()
     from air_hpc.agent.attempt import run_agent
-    from air_hpc.errors import AirHpcError
+    from air_hpc.errors import EXIT_ENVIRONMENT, AirHpcError
 
     try:
         return run_agent(sys.argv[1:] if argv is None else argv, signals)
     except AirHpcError as error:
         say(f"{type(error).__name__}: {error}")
         return error.exit_code
+    except Exception:
+        say("the agent failed; this is a defect of air_hpc:")
+        traceback.print_exc()
+        return EXIT_ENVIRONMENT

@@ -128,7 +128,7 @@ def _verb_of(given: list[str]) -> tuple[str, list[str]]:
 
 
 def _load(name: str) -> Verb:
-    module: Verb = importlib.import_module(f"air_hpc.cli.{name}")  # type: ignore[assignment]
+    module: Verb = importlib.import_module(f"air_hpc.cli.{name}")
     return module
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from air_hpc.config.build import Built, build
+from air_hpc.config.build import Built, build, show
 from air_hpc.config.freeze import canonical_hash, dump_yaml, load_yaml, to_plain
 from air_hpc.config.spec import SCHEMA_VERSION, RunSpec
 from air_hpc.errors import BadInput, Problem, raise_if_any
@@ -74,7 +74,8 @@ def read_run_yaml(text: str, source: str = "run.yaml") -> FrozenRun:
     known = {"schema_version", "run_id", "config_hash", "overrides", "spec", "plan"}
     missing = [Problem(name, "null", f"{source} lacks it") for name in known if name not in body]
     raise_if_any(sorted(missing, key=lambda problem: problem.key))
-    found = canonical_hash(_hashed(body))
+    _check_header(body, source)
+    found = _hash_of_file(body, source)
     if found != body["config_hash"]:
         raise BadInput.single(
             "config_hash",
@@ -91,8 +92,8 @@ def read_run_yaml(text: str, source: str = "run.yaml") -> FrozenRun:
     for name, unknown in (("spec", spec.unknown), ("plan", plan.unknown)):
         if unknown:
             extra[name] = unknown
-    overrides = tuple(str(text) for text in body["overrides"])
-    return FrozenRun(str(body["run_id"]), spec.value, plan.value, found, overrides, extra)
+    overrides = tuple(body["overrides"])
+    return FrozenRun(body["run_id"], spec.value, plan.value, found, overrides, extra)
 
 
 def _plain_parts(spec: RunSpec, plan: Plan, extra: Mapping[str, Any]) -> dict[str, Any]:
@@ -129,6 +130,29 @@ def _mapping(text: str, source: str) -> Mapping[str, Any]:
     if not isinstance(body, Mapping) or not isinstance(body.get("schema_version"), int):
         raise BadInput.single("", "", f"{source} is no run.yaml: it has no schema_version")
     return body
+
+
+def _check_header(body: Mapping[str, Any], source: str) -> None:
+    problems = []
+    if not isinstance(body["run_id"], str):
+        problems.append(Problem("run_id", show(body["run_id"]), f"in {source}", "text"))
+    overrides = body["overrides"]
+    if not isinstance(overrides, list) or not all(isinstance(text, str) for text in overrides):
+        problems.append(Problem("overrides", show(overrides), f"in {source}", "a list of text"))
+    for part in ("spec", "plan"):
+        if not isinstance(body[part], Mapping):
+            problems.append(Problem(part, show(body[part]), f"in {source}", "a mapping"))
+    raise_if_any(problems)
+
+
+def _hash_of_file(body: Mapping[str, Any], source: str) -> str:
+    """The hash of what a file holds; BadInput for what only an editor puts there (a date, nan)."""
+    try:
+        return canonical_hash(_hashed(body))
+    except (TypeError, ValueError) as error:
+        raise BadInput.single(
+            "config_hash", body["config_hash"], f"{source} was edited after it was written: {error}"
+        ) from None
 
 
 def _check_version(body: Mapping[str, Any], source: str) -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from air_hpc.errors import AirHpcError, EnvironmentFailure
 from air_hpc.rundir.events import Kind, record
 from air_hpc.rundir.layout import RunDir
-from air_hpc.runs.process import ProcessIdentity, start_ticks
+from air_hpc.runs.process import ProcessIdentity
 from air_hpc.runs.status import RunView, view_run, view_runs
 from air_hpc.slurm import jobs as slurm_jobs
 
@@ -45,10 +45,7 @@ def cancel_runs(runs: Sequence[RunDir], *, timeout_s: float = 60.0) -> list[Canc
             asking again is safe.
     """
     views = view_runs(runs)
-    jobs = [
-        job for view in views if not view.status.terminal and not view.jobs.local
-        for job in view.jobs.ids
-    ]  # fmt: skip
+    jobs = [job for view in views if _by_scancel(view) for job in view.jobs.ids]
     for view in views:
         if not view.status.terminal and not view.status.cancel_requested:
             _record_wish(view.run)
@@ -60,6 +57,11 @@ def cancel_runs(runs: Sequence[RunDir], *, timeout_s: float = 60.0) -> list[Canc
             next_step="the wish is recorded; run the same command again",
         ) from None
     return [_carried_out(view) for view in views]
+
+
+def _by_scancel(view: RunView) -> bool:
+    """Not inside an allocation: its job is the user's own, and may serve other work."""
+    return not view.status.terminal and view.jobs.kind != "allocation"
 
 
 def _record_wish(run: RunDir) -> None:
@@ -77,27 +79,26 @@ def _record_wish(run: RunDir) -> None:
 def _carried_out(view: RunView) -> Cancelled:
     if view.status.terminal:
         return Cancelled(view, f"has ended already ({view.status.state})", asked=False)
-    if view.jobs.local:
-        return _stop_local(view)
-    if view.jobs.ids:
+    after = view_run(view.run, ask_slurm=False)
+    if view.jobs.ids and _by_scancel(view):
         started = view.status.attempt is not None
         what = "saves and ends" if started else "is taken out of the queue"
-        return Cancelled(view, f"{what} (scancel {' '.join(view.jobs.ids)})", asked=True)
-    return Cancelled(view, "was never started, and will not be", asked=True)
+        return Cancelled(after, f"{what} (scancel {' '.join(view.jobs.ids)})", asked=True)
+    if view.jobs.agent is not None:
+        return _stop_process(after, view.jobs.agent)
+    return Cancelled(after, "was not started yet, and will not be", asked=True)
 
 
-def _stop_local(view: RunView) -> Cancelled:
-    process = view.jobs.process
-    if process is None:
-        return Cancelled(view, "was never started, and will not be", asked=True)
-    if process.alive() is None:
-        host = process.host or "another machine"
+def _stop_process(view: RunView, agent: ProcessIdentity) -> Cancelled:
+    """End a run of this machine by its own agent: the starter may have other runs to start."""
+    if agent.alive() is None:
+        host = agent.host or "another machine"
         raise EnvironmentFailure(
             f"{view.run.run_id} runs on {host}, which cannot be reached from here",
-            next_step=f"the wish is recorded; on {host} run: kill -TERM {process.pid}",
+            next_step=f"the wish is recorded; there, run: kill -TERM {agent.pid}",
         )
-    if terminate(process):
-        return Cancelled(view, f"saves and ends (SIGTERM to process {process.pid})", asked=True)
+    if terminate(agent):
+        return Cancelled(view, f"saves and ends (SIGTERM to process {agent.pid})", asked=True)
     after = view_run(view.run)
     return Cancelled(after, f"has ended already ({after.status.state})", asked=False)
 
@@ -112,8 +113,7 @@ def terminate(process: ProcessIdentity) -> bool:
     except ProcessLookupError:
         return False
     try:
-        ticks = start_ticks(process.pid)
-        if not process.alive() or ticks is None:
+        if not process.alive():
             return False
         signal.pidfd_send_signal(pinned, signal.SIGTERM)
         return True

@@ -12,9 +12,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from air_hpc.errors import BadInput, Problem, nearest, raise_if_any
-from air_hpc.rundir.events import Kind, read_ledger
+from air_hpc.rundir.events import read_ledger
 from air_hpc.rundir.layout import RunDir, list_runs, open_run_dir
 from air_hpc.runs.jobs import jobs_of
+from air_hpc.runs.logs import submission_folder
 
 LATEST = "latest"
 DEFAULT_RUNS_DIR = "runs"
@@ -101,13 +102,9 @@ def runs_of_sweep(runs_dir: Path, sweep: str) -> list[RunDir]:
 
 
 def sweep_of(run: RunDir) -> str | None:
-    """The id of the submission that the run came from, where its ledger names one."""
-    for event in read_ledger(run).events:
-        if event.kind in (Kind.SUBMITTED, Kind.SUBMIT_FAILED):
-            label = event.facts.get("submission") or event.facts.get("sweep")
-            if label is not None:
-                return str(label)
-    return None
+    """The id of the submission that the run came from, where it names one."""
+    folder = submission_folder(run)
+    return None if folder is None else folder.name
 
 
 def _is_path(name: str) -> bool:

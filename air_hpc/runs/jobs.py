@@ -14,14 +14,26 @@ from air_hpc.runs.process import ProcessIdentity
 class RunJobs:
     """Where a run was put.
 
-    `ids` are its jobs as Slurm's commands name them (`123`, `123_4`), oldest first: a chain has
-    several. `process` is the agent, or the starter, of a run on this machine.
+    `kind` is the cluster's: `slurm`, `local`, `allocation`. `ids` are its Slurm jobs as commands
+    name them (`123`, `123_4`), oldest first: a chain has several. `agent` is the process of the
+    last attempt's coordinator; `starter` what starts it on this machine, for all runs of a sweep.
     """
 
+    kind: str | None = None
     ids: tuple[str, ...] = ()
     array_ids: tuple[str, ...] = ()
-    process: ProcessIdentity | None = None
-    local: bool = False
+    agent: ProcessIdentity | None = None
+    starter: ProcessIdentity | None = None
+
+    @property
+    def local(self) -> bool:
+        """Whether the run is this machine's, without Slurm."""
+        return self.kind == "local"
+
+    @property
+    def process(self) -> ProcessIdentity | None:
+        """The process that the run stands or falls with: its agent's, before that the starter's."""
+        return self.agent or self.starter
 
     @property
     def last(self) -> str | None:
@@ -30,35 +42,34 @@ class RunJobs:
 
 
 def jobs_of(events: Sequence[Event]) -> RunJobs:
-    """The jobs and the process that the events name; facts of another type are skipped."""
+    """The jobs and the processes that the events name; facts of another type are skipped."""
+    kind: str | None = None
     ids: list[str] = []
     arrays: list[str] = []
-    process: ProcessIdentity | None = None
-    local = False
+    agent: ProcessIdentity | None = None
+    starter: ProcessIdentity | None = None
     for event in events:
-        if event.kind not in (Kind.SUBMITTED, Kind.ATTEMPT_STARTED):
-            continue
         facts = event.facts
         if event.kind == Kind.SUBMITTED:
-            local = _kind(facts) == "local"
-        found = ProcessIdentity.from_facts(facts)
-        process = found or process
-        if local:
+            kind = str(facts.get("cluster") or "slurm")
+            starter = ProcessIdentity.from_facts(facts) or starter
+            # Without sbatch the "job" of a submission is a process of this machine.
+            slurm = kind == "slurm"
+        elif event.kind == Kind.ATTEMPT_STARTED:
+            scheduler = str(facts.get("scheduler") or kind or "slurm")
+            kind = kind or scheduler
+            agent = ProcessIdentity.from_facts(facts) or agent
+            slurm = scheduler != "local"
+        else:
             continue
-        name = _job_name(facts)
-        if name is not None and name not in ids:
-            ids.append(name)
-        array = name.partition("_")[0] if name and "_" in name else None
-        if array is not None and array not in arrays:
+        name = _job_name(facts) if slurm else None
+        if name is None or name in ids:
+            continue
+        ids.append(name)
+        array, underscore, _ = name.partition("_")
+        if underscore and array not in arrays:
             arrays.append(array)
-    if not ids and process is not None:
-        local = True
-    return RunJobs(tuple(ids), tuple(arrays), process, local)
-
-
-def _kind(facts: Mapping[str, Any]) -> str | None:
-    value = facts.get("kind") or facts.get("cluster")
-    return None if value is None else str(value)
+    return RunJobs(kind, tuple(ids), tuple(arrays), agent, starter)
 
 
 def _job_name(facts: Mapping[str, Any]) -> str | None:

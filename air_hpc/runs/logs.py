@@ -8,6 +8,7 @@ come. A line is given out whole, or, once the run has ended, as far as it was wr
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import time
@@ -15,8 +16,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from air_hpc.rundir.events import read_ledger
 from air_hpc.rundir.fence import Token
 from air_hpc.rundir.layout import RunDir
+from air_hpc.runs.jobs import jobs_of
 
 POLL_S = 0.5
 _NODE_LOG = re.compile(r"node-(.+)\.log")
@@ -88,10 +91,22 @@ def log_files(run: RunDir, selection: Selection | None = None) -> list[LogFile]:
 
 
 def _batch_logs(run: RunDir) -> list[Path]:
-    """What Slurm's --output names: in the submit folder, or beside the attempts."""
-    paths = [*run.submit_dir.glob("*.log"), *run.submit_dir.glob("*.out")]
-    paths += run.attempts_dir.glob("*.log")
-    return sorted(paths)
+    """What Slurm's --output names: one file for each job of the run, beside the submission."""
+    paths = sorted(run.submit_dir.glob("*.log"))
+    folder = submission_folder(run)
+    if folder is not None:
+        named = [folder / f"{job}.log" for job in jobs_of(read_ledger(run).events).ids]
+        paths += [path for path in named if path.is_file()]
+    return paths
+
+
+def submission_folder(run: RunDir) -> Path | None:
+    """The folder of the submission that the run came from; the run holds a pointer to it."""
+    try:
+        pointer = json.loads((run.submit_dir / "submission.json").read_bytes())
+        return run.shared_dir / "submissions" / str(pointer["submission"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def parse_line(file: LogFile, text: str) -> LogLine:

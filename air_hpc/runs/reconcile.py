@@ -95,6 +95,8 @@ def with_process(status: RunStatus, alive: bool | None) -> Reconciled:
         return Reconciled(status, reason=note)
     if alive:
         return Reconciled(status)
+    if status.state is RunState.REQUEUED:
+        return Reconciled(status, reason="it was to be started again, but nothing here does so now")
     evidence = "the agent's process ended without a word"
     return Reconciled(_closed(status, FailureClass.UNKNOWN, evidence), "process", evidence)
 

@@ -71,7 +71,7 @@ class RunView:
             "step": self.step,
             "attempt": status.attempt,
             "generation": status.generation,
-            "job_id": self.jobs.last or (None if self.jobs.local else status.job_id),
+            "job_id": self.jobs.last,
             "nodes": None if self.nodes is None else list(self.nodes),
             "mlflow_run_id": status.mlflow_run_id,
             "run_dir": str(self.run.path),
@@ -125,12 +125,7 @@ def view_runs(
 ) -> list[RunView]:
     """The status of runs, in their order. Never raises because Slurm does not answer."""
     reads = [_read(run, clock()) for run in runs]
-    wanted = [
-        job
-        for read in reads
-        if not read.status.terminal and not read.jobs.local
-        for job in read.jobs.ids
-    ]
+    wanted = [job for read in reads if not read.status.terminal for job in read.jobs.ids]
     found = _Lookup.ask(wanted, timeout_s) if ask_slurm else _Lookup(answered=False)
     views = []
     for read in reads:
