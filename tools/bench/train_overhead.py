@@ -2,8 +2,9 @@
 
 A is air_hpc's loop under a session (page, spool, sample order, schedule, metrics at every step); B
 is the same model and optimizer in a plain loop over batches that lie in memory, which prints
-nothing and saves nothing. Both read the loss at every step. The figure is the ratio of the median
-times of a step, over the steps after the first ten; saves are left out.
+nothing and saves nothing. Both read the loss at every step. The figures are ratios of the median
+times of a step after the first ten, by the wall and by CPU time, which other users of the machine
+disturb less; saves are left out.
 
     python tools/bench/train_overhead.py [--steps 100] [--rounds 3] [--threads 1]
 """
@@ -13,13 +14,14 @@ from __future__ import annotations
 import argparse
 import datetime
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -35,7 +37,6 @@ from air_hpc.plan.types import Plan
 from air_hpc.probes.matmul import device_name
 from air_hpc.probes.ports import find_free_port
 from air_hpc.rundir.layout import RunDir, create_run_dir
-from air_hpc.rundir.spool import effective_samples
 from air_hpc.session.session import Session
 from air_hpc.train.loop import Trainer
 from air_hpc.train.optimizer import build_optimizer
@@ -50,27 +51,44 @@ class Case:
     world: World
 
 
-def native(case: Case, run: RunDir) -> list[float]:
-    """Seconds of each step of air_hpc's loop."""
-    session = Session.standalone(run)
+class TimedSession(Session):
+    """Notes when each step ended, by the wall and by this process's CPU time."""
+
+    def end_step(self, step: int, metrics: Mapping[str, float] | None = None) -> None:
+        super().end_step(step, metrics)
+        self.ends = [*getattr(self, "ends", []), now()]
+
+
+def now() -> tuple[float, float]:
+    """(wall, CPU) seconds."""
+    return time.perf_counter(), time.process_time()
+
+
+def medians(ends: list[tuple[float, float]]) -> tuple[float, float]:
+    """The median (wall, CPU) seconds of a step after the warm-up."""
+    kept = list(pairwise(ends))[WARM_UP_STEPS:]
+    wall = statistics.median(b[0] - a[0] for a, b in kept)
+    return wall, statistics.median(b[1] - a[1] for a, b in kept)
+
+
+def native(case: Case, run: RunDir) -> list[tuple[float, float]]:
+    """When each step of air_hpc's loop ended."""
+    session = TimedSession.standalone(run)
     Trainer(session, case.spec, case.plan, case.world, 1e12).run()
     session.finished(case.spec.train.steps)
-    samples = effective_samples(run).values()
-    return [sample.metrics["perf/step_time_s"] for sample in samples]
+    return session.ends
 
 
-def bare(case: Case, run: RunDir) -> list[float]:
-    """Seconds of each step of a plain loop."""
+def bare(case: Case, run: RunDir) -> list[tuple[float, float]]:
+    """When each step of a plain loop ended."""
     spec, plan = case.spec, case.plan
-    session = Session.standalone(run)
-    batches = Trainer(session, spec, plan, case.world).batches
+    batches = Trainer(Session.standalone(run), spec, plan, case.world).batches
     data = [torch.from_numpy(batches.step_batch(step)) for step in range(spec.train.steps)]
     model = on_meta(spec.model, spec.data.sequence_length)
     initialize(model, spec.model, spec.train.seed, torch.device("cpu"))
     optimizer = build_optimizer(model.parameters(), spec.optimizer, torch.device("cpu"))
-    times = []
+    ends = []
     for step in data:
-        began = time.perf_counter()
         total = 0.0
         for tokens in step:
             loss = next_token_loss(model(tokens[:, :-1]), tokens[:, 1:]) / len(step)
@@ -79,8 +97,8 @@ def bare(case: Case, run: RunDir) -> list[float]:
         clip_grad_norm_(model.parameters(), spec.optimizer.grad_clip or 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        times.append(time.perf_counter() - began)
-    return times
+        ends.append(now())
+    return ends
 
 
 def main() -> int:
@@ -91,14 +109,14 @@ def main() -> int:
     parser.add_argument("overrides", nargs="*", help="of the config, as for a run")
     options = parser.parse_args()
     case = prepare(options.steps, options.threads, options.overrides)
-    medians: dict[str, list[float]] = {"native": [], "bare": []}
+    measured: dict[str, list[tuple[float, float]]] = {"native": [], "bare": []}
     with tempfile.TemporaryDirectory() as folder:
         for number in range(options.rounds):
             for name, measure in (("native", native), ("bare", bare)):
-                times = measure(case, create_run_dir(Path(folder), f"{name}-{number}"))
-                medians[name].append(statistics.median(times[WARM_UP_STEPS:]))
+                ends = measure(case, create_run_dir(Path(folder), f"{name}-{number}"))
+                measured[name].append(medians(ends))
     stop_world()
-    report(case, medians, options)
+    report(case, measured, options)
     return 0
 
 
@@ -121,22 +139,30 @@ def prepare(steps: int, threads: int, overrides: list[str]) -> Case:
     return Case(spec, plan, world)
 
 
-def report(case: Case, medians: dict[str, list[float]], options: argparse.Namespace) -> None:
+def report(
+    case: Case, measured: dict[str, list[tuple[float, float]]], options: argparse.Namespace
+) -> None:
     tokens = case.plan.tokens_per_step
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
     ).stdout.strip()
     today = datetime.datetime.now(datetime.UTC).date()
+    load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
     print(f"date {today}, commit {commit}, torch {torch.__version__}, {options.threads} threads")
-    print(f"machine {device_name(torch.device('cpu'))}, {os.cpu_count()} cores, {platform.node()}")
+    print(f"machine {device_name(torch.device('cpu'))}, {os.cpu_count()} cores, load {load}")
     print(f"model {case.spec.model.name}, {options.steps} steps, {tokens} tokens a step\n")
     print("| loop | " + " | ".join(f"round {n + 1}" for n in range(options.rounds)) + " |")
     print("|---|" + "---|" * options.rounds)
-    for name, values in medians.items():
-        print(f"| {name}, tokens/s | " + " | ".join(f"{tokens / v:,.0f}" for v in values) + " |")
-    ratios = [b / a for a, b in zip(medians["native"], medians["bare"], strict=True)]
-    print("| native / bare | " + " | ".join(f"{ratio:.3f}" for ratio in ratios) + " |")
-    print(f"\nratio of tokens/s, native / bare: {statistics.median(ratios):.3f}")
+    for index, kind in enumerate(("second", "CPU second")):
+        columns = {name: [tokens / v[index] for v in values] for name, values in measured.items()}
+        ratios = [a / b for a, b in zip(columns["native"], columns["bare"], strict=True)]
+        for name, values in columns.items():
+            print(f"| {name}, tokens a {kind} | " + " | ".join(f"{v:,.0f}" for v in values) + " |")
+        print("| native / bare | " + " | ".join(f"{ratio:.3f}" for ratio in ratios) + " |")
+        print(
+            f"| median of the ratios | {statistics.median(ratios):.3f} |"
+            + " |" * (options.rounds - 1)
+        )
 
 
 if __name__ == "__main__":
