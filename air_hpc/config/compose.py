@@ -40,8 +40,6 @@ from air_hpc.errors import Problem, nearest, raise_if_any
 Progress = Callable[[int, int], None]
 """Called with (tasks done, tasks in all)."""
 
-_QUIET_HINT = "Quote it ('a,b') to mean the text, or add -m to sweep over it"
-
 
 @dataclass(frozen=True)
 class SweepTask:
@@ -201,7 +199,11 @@ class Composer:
             return None
         if override.is_sweep_override():
             message = "several values, which only a sweep takes"
-            found.add(Problem(override.key_or_group, written(text), message, hint=_QUIET_HINT))
+            value = written(text)
+            hint = (
+                f"Add -m to sweep over it, or mean the text: \"{override.key_or_group}='{value}'\""
+            )
+            found.add(Problem(override.key_or_group, value, message, hint=hint))
             return None
         return self._part(override, found)
 
