@@ -110,9 +110,6 @@ def _build_class(
 def _convert_into(
     arguments: dict[str, Any], name: str, value: Any, key: str, member: Member, walk: _Walk
 ) -> None:
-    if value == "???":
-        walk.report(key, value, "a value is needed here and none was given", member.allowed)
-        return
     try:
         converted = member.convert(value)
     except _Wrong as wrong:
