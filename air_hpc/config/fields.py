@@ -60,12 +60,38 @@ def between(low: float, high: float, default: Any = MISSING, *, high_open: bool 
     return _constrained(check, default, MISSING)
 
 
+def _is_one_line(text: str) -> bool:
+    return not any(ord(char) < 32 or ord(char) == 127 for char in text)
+
+
 def one_line(default: Any = MISSING) -> Any:
     """Text without control characters: it ends up in a script, a job name or a header."""
 
     def check(value: Any) -> str | None:
-        if value is None or not any(ord(char) < 32 or ord(char) == 127 for char in value):
+        if value is None or _is_one_line(value):
             return None
         return "one line without control characters"
 
     return _constrained(check, default, MISSING)
+
+
+def lines() -> Any:
+    """A list of texts, empty by default, each of them one line without control characters."""
+
+    def check(value: Any) -> str | None:
+        if all(_is_one_line(entry) for entry in value):
+            return None
+        return "entries of one line without control characters"
+
+    return _constrained(check, (), MISSING)
+
+
+def named_lines() -> Any:
+    """A mapping, empty by default, whose names and texts are one line each."""
+
+    def check(value: Any) -> str | None:
+        if all(_is_one_line(f"{name}{entry}") for name, entry in value.items()):
+            return None
+        return "names and values of one line without control characters"
+
+    return _constrained(check, MISSING, dict)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from air_hpc.config.fields import Auto, above, at_least, between, one_line
+from air_hpc.config.fields import Auto, above, at_least, between, lines, named_lines, one_line
 from air_hpc.hardware.accelerator import AcceleratorSpec
 
 SCHEMA_VERSION = 1
@@ -84,7 +84,7 @@ class ContainerSpec:
 
     kind: Literal["none", "apptainer", "pyxis"] = "none"
     image: str | None = one_line(None)
-    mounts: tuple[str, ...] = ()
+    mounts: tuple[str, ...] = lines()
 
 
 @dataclass(frozen=True)
@@ -100,15 +100,15 @@ class ClusterSpec:
     name: str = one_line("local")
     kind: Literal["local", "slurm", "allocation"] = "local"
     template: str = one_line("default")
-    modules: tuple[str, ...] = ()
+    modules: tuple[str, ...] = lines()
     venv: str | None = one_line(None)
     conda_env: str | None = one_line(None)
     container: ContainerSpec = field(default_factory=ContainerSpec)
-    env: Mapping[str, str] = field(default_factory=dict)
-    setup: tuple[str, ...] = ()
+    env: Mapping[str, str] = named_lines()
+    setup: tuple[str, ...] = lines()
     python: str | None = one_line(None)
     export: str = one_line("NONE")
-    srun_args: tuple[str, ...] = ()
+    srun_args: tuple[str, ...] = lines()
     grace_s: float = at_least(0, 30.0)
     submit_timeout_s: float = above(0, 60.0)
     allow_mixed_devices: bool = False
@@ -150,7 +150,7 @@ class LaunchSpec:
     starter: Literal["exec", "fork"] = "exec"
     start_timeout_s: float = above(0, 300.0)
     share_group: str | None = one_line(None)
-    sbatch: Mapping[str, str | int | float | bool | None] = field(default_factory=dict)
+    sbatch: Mapping[str, str | int | float | bool | None] = named_lines()
 
 
 @dataclass(frozen=True)

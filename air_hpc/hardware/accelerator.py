@@ -30,6 +30,7 @@ class AcceleratorSpec:
     memory_bandwidth_bytes_per_s: float | None = None
     scale_up_bytes_per_s: float | None = None
     matmul_ceiling: float | None = None
+    unsupported_precisions: tuple[Precision, ...] = ()
     peak_source: Literal["datasheet", "measured"] = "datasheet"
     source: str = ""
 

@@ -1,1 +1,6 @@
-"""From evidence to verdict, and the stop agreement: pure functions, clock and events come in."""
+"""From evidence to verdict, and the stop agreement. Pure: clock and events come in, words go out.
+
+cause    who ended it, read from Slurm's word after a signal
+decide   what is done after an end: the budget and the verdict
+stop     how all workers come to stop at one and the same step
+"""

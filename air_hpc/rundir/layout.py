@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import grp
 import os
+import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
 from air_hpc.errors import BadInput, EnvironmentFailure
+from air_hpc.rundir.atomic import write_file
 
 SHARED_DIR = ".air_hpc"
 """Inside the runs folder: what all runs of a user share (code, calibrations, submissions)."""
@@ -125,6 +127,7 @@ def create_run_dir(runs_dir: Path, run_id: str, *, group: str | None = None) -> 
             folder.mkdir(mode=mode, exist_ok=True)
             os.chown(folder, _UNCHANGED, group_id)
             os.chmod(folder, mode)
+        write_file(run.channel_key, secrets.token_bytes(32))
     except OSError as error:
         raise EnvironmentFailure(
             f"cannot make the run directory {run.path}: {error.strerror}",

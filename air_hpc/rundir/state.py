@@ -265,7 +265,7 @@ class _Fold:
         The seconds also where no step past it is known: a lost node says no last word.
         """
         trained = self._spent["training_s"]
-        # Of a commit whose event was lost with its writer the moment is unknown: all counts as kept.
+        # A commit may have no event (its writer died with it): then all until now counts as kept.
         kept = 0.0 if step == 0 else min(trained, self._commits.setdefault(step, trained))
         self._spent["training_s"] = kept
         self._spent["lost_s"] += trained - kept

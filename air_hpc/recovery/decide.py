@@ -1,0 +1,86 @@
+"""The verdict after an end, from its class and the run's history.
+
+Rules, in order:
+
+1. completed and cancelled ends are final; user errors, device memory and a wrong environment are
+   not retried, since the next try would end the same;
+2. ends that are free (preemption, time limit, a requeue) cost nothing, however many they are;
+3. `max_no_progress` ends in a row that were not free, without a newer committed step, stop the
+   run: it fails at the same place;
+4. more than `max_failures` ends that were not free stop it too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from air_hpc.config.spec import RecoverySpec
+from air_hpc.rundir.state import End
+from air_hpc.rundir.words import FREE, FailureClass, Verdict
+
+NOT_RETRIED = frozenset(
+    {
+        FailureClass.COMPLETED,
+        FailureClass.CANCELLED,
+        FailureClass.USER_ERROR,
+        FailureClass.DEVICE_MEMORY,
+        FailureClass.ENVIRONMENT,
+    }
+)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A verdict and why."""
+
+    verdict: Verdict
+    reason: str
+
+
+def decide(
+    failure_class: FailureClass,
+    committed_step: int | None,
+    history: Sequence[End],
+    budget: RecoverySpec,
+    *,
+    can_restart: bool = True,
+    unrecoverable: bool = False,
+) -> Decision:
+    """The verdict for an attempt that ends now; `history` has the earlier ends, oldest first.
+
+    `can_restart` is False where the config asks for no continuation; `unrecoverable` marks an end
+    that no restart mends (a recorded checkpoint is gone).
+    """
+    if failure_class in NOT_RETRIED:
+        return Decision(Verdict.STOP, f"{failure_class} is not retried")
+    if unrecoverable:
+        return Decision(Verdict.STOP, "no restart can mend this")
+    if not can_restart:
+        return Decision(Verdict.STOP, "launch.continuation=none")
+    if failure_class in FREE:
+        return Decision(Verdict.REQUEUE, f"{failure_class} costs no budget")
+    in_a_row = 1 + _without_progress(committed_step, history)
+    if in_a_row >= budget.max_no_progress:
+        return Decision(
+            Verdict.STOP,
+            f"{in_a_row} ends in a row without a newer committed step "
+            f"(recovery.max_no_progress={budget.max_no_progress})",
+        )
+    failures = 1 + sum(end.failure_class not in FREE for end in history)
+    if failures > budget.max_failures:
+        return Decision(
+            Verdict.STOP, f"{failures} failures (recovery.max_failures={budget.max_failures})"
+        )
+    return Decision(Verdict.REQUEUE, f"failure {failures} of {budget.max_failures}")
+
+
+def _without_progress(committed_step: int | None, history: Sequence[End]) -> int:
+    """How many of the last ends were not free and saw the same newest commit as now."""
+    count = 0
+    for end in reversed(history):
+        if end.committed_step != committed_step:
+            break
+        if end.failure_class not in FREE:
+            count += 1
+    return count
