@@ -297,7 +297,7 @@ def verify_fully(checkpoint: Checkpoint) -> None:
 def mark_bad(run: RunDir, step: int, reason: str) -> None:
     """Never choose this checkpoint again. Keeps its files as evidence."""
     path = checkpoint_path(run, step)
-    if path.is_dir():
+    with contextlib.suppress(FileNotFoundError):
         write_atomic(path / BAD, reason.encode("utf-8", errors="replace"))
 
 
