@@ -104,8 +104,7 @@ def test_a_loss_of_power_keeps_every_commit_that_was_reported(
     recorder = Recorder(run.path)
     with intercept(recorder.hook):
         for _ in range(2):
-            for step in attempt(run, keep_last=1):
-                recorder.mark(str(step))
+            attempt(run, keep_last=1, saved=lambda step: recorder.mark(str(step)))
     rng = random.Random(5)
     promised = before
     for length in range(1, len(recorder.trace) + 1):

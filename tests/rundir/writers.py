@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from air_hpc.rundir.atomic import write_file
 from air_hpc.rundir.commit import (
     Checkpoint,
@@ -17,7 +19,7 @@ from air_hpc.rundir.commit import (
 from air_hpc.rundir.fence import Token, claim_next_attempt, record_inherited
 from air_hpc.rundir.layout import RunDir
 
-SHARDS = ("model/layers/rank-0.bin", "model/rank-1.bin", "counters.json")
+SHARDS = ("model/layers/rank-0.bin", "optimizer/rank-0.bin", "counters.json")
 
 
 def start(run: RunDir) -> tuple[Token, int]:
@@ -45,12 +47,22 @@ def save(run: RunDir, token: Token, step: int, shards: tuple[str, ...] = SHARDS)
     return commit_save(run, token, step, records, {"written_by": str(token)})
 
 
-def attempt(run: RunDir, *, saves: int = 1, keep_last: int = 2) -> list[int]:
-    """A whole attempt that saves every 10 steps; returns the steps it committed."""
+def attempt(
+    run: RunDir,
+    *,
+    saves: int = 1,
+    keep_last: int = 2,
+    saved: Callable[[int], None] = lambda step: None,
+) -> list[int]:
+    """A whole attempt that saves every 10 steps; returns the steps it committed.
+
+    `saved` is called when a commit has returned.
+    """
     token, resumed = start(run)
     steps = [resumed + 10 * (i + 1) for i in range(saves)]
     for step in steps:
         save(run, token, step)
+        saved(step)
         retire(run, token, keep_last=keep_last, verified=resumed or None)
     return steps
 
