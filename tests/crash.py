@@ -119,7 +119,7 @@ def run_killed(action: Callable[[], object], at_call: int) -> bool:
     return False
 
 
-# -- power loss --------------------------------------------------------------------------------------
+# -- power loss ---------------------------------------------------------------
 
 
 @dataclass

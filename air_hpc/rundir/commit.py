@@ -164,7 +164,7 @@ def _rename_into_place(run: RunDir, token: Token, saving: Path, target: Path) ->
             standing = read_checkpoint(target)
             if standing.token > token:
                 raise Fenced(f"{target.name} was committed by the newer token {standing.token}")
-            if not (target / BAD).exists() and _counts(run, standing):
+            if not is_bad(target) and _counts(run, standing):
                 verify_sizes(standing)
                 remove_tree(saving)
                 return standing
@@ -294,11 +294,27 @@ def verify_fully(checkpoint: Checkpoint) -> None:
         verify_file(checkpoint, name)
 
 
-def mark_bad(run: RunDir, step: int, reason: str) -> None:
-    """Never choose this checkpoint again. Keeps its files as evidence."""
+def mark_bad(run: RunDir, step: int, reason: str, *, token: Token | None = None) -> None:
+    """Never choose this checkpoint again. Keeps its files as evidence.
+
+    A generation gives its `token`: the mark of a fenced one is void on a newer one's checkpoint,
+    which may have taken the place of the one it judged. A person's mark (no token) always holds.
+    """
     path = checkpoint_path(run, step)
+    mark = {"token": None if token is None else str(token), "reason": reason}
     with contextlib.suppress(FileNotFoundError):
-        write_atomic(path / BAD, reason.encode("utf-8", errors="replace"))
+        write_atomic(path / BAD, json.dumps(mark).encode())
+
+
+def is_bad(path: Path) -> bool:
+    """Whether a checkpoint folder carries a mark that holds."""
+    try:
+        mark = json.loads((path / BAD).read_bytes())
+        return not Token.parse(mark["token"]) < read_checkpoint(path).token
+    except FileNotFoundError:
+        return False
+    except (OSError, ValueError, KeyError, TypeError, CheckpointInvalid):
+        return True
 
 
 @dataclass(frozen=True)
@@ -317,7 +333,7 @@ def find_candidates(run: RunDir) -> Candidates:
     usable: list[Checkpoint] = []
     rejected: list[tuple[int, str]] = []
     for step, path in sorted(_step_dirs(run), reverse=True):
-        if (path / BAD).exists():
+        if is_bad(path):
             continue
         try:
             checkpoint = read_checkpoint(path)
@@ -409,7 +425,7 @@ def retire(
 
 def _is_refuse(run: RunDir, path: Path) -> bool:
     """Whether a checkpoint is marked bad or void; one that cannot be read now is neither."""
-    if (path / BAD).exists():
+    if is_bad(path):
         return True
     with contextlib.suppress(CheckpointInvalid):
         return not _counts(run, read_checkpoint(path))

@@ -1,4 +1,4 @@
-"""Run directories for the tests, in memory where the machine has a tmpfs (an fsync is free there)."""
+"""Run directories for the tests, in memory where there is a tmpfs (an fsync is free there)."""
 
 from __future__ import annotations
 
