@@ -1,1 +1,11 @@
-"""The command line: one module a verb."""
+"""The command line: `python -m air_hpc [verb] [overrides]`, one module a verb.
+
+    main        finds the verb, turns errors into messages and exit codes
+    options     reads options that stand anywhere between overrides
+    output      what goes to stdout and how errors are told
+    texts       numbers and times as people read them
+    composing   the options and the work that `run` and `plan` share
+    foreground  follows a local run: progress, notices, Ctrl-C
+
+A verb imports what it needs when it runs, so that `--help` and `plan` stay quick.
+"""

@@ -12,7 +12,6 @@ import math
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
-from functools import cache
 from typing import Any, Generic, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from air_hpc.errors import Problem, nearest
@@ -138,15 +137,20 @@ class Member:
     required: bool
 
 
-@cache
+_FIELDS: dict[type[Any], Mapping[str, Member]] = {}
+
+
 def fields_of(cls: type[Any]) -> Mapping[str, Member]:
-    """The fields of a config class by name, in their order."""
-    hints = get_type_hints(cls)
-    return {f.name: _member(f, hints[f.name]) for f in fields(cls)}
+    """The fields of a config class by name, in their order; worked out once for each class."""
+    if cls not in _FIELDS:
+        hints = get_type_hints(cls)
+        _FIELDS[cls] = {f.name: _member(f, hints[f.name]) for f in fields(cls)}
+    return _FIELDS[cls]
 
 
 def _member(found: Field[Any], annotation: Any) -> Member:
-    nested = next((a for a in options_of(annotation) if is_dataclass(a)), None)
+    classes = (a for a in options_of(annotation) if isinstance(a, type))
+    nested = next((a for a in classes if is_dataclass(a)), None)
     return Member(
         annotation=annotation,
         allowed=in_words(annotation),
@@ -260,8 +264,13 @@ def _mapping_converter(item: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return convert
 
 
+_LARGEST = 2**63 - 1
+
+
 def _whole(value: Any) -> int:
     if isinstance(value, int) and not isinstance(value, bool):
+        if abs(value) > _LARGEST:
+            raise _Wrong("It does not fit in 64 bits")
         return value
     if isinstance(value, float) and math.isfinite(value) and value == int(value):
         raise _Wrong(f"Write {int(value)}")
@@ -310,7 +319,6 @@ _SCALARS: Mapping[Any, Callable[[Any], Any]] = {
 }
 
 
-@cache
 def leaf_keys(cls: type[Any], prefix: str = "") -> tuple[str, ...]:
     """Every dotted key of a config class that holds a value, in the order of its fields."""
     keys: list[str] = []

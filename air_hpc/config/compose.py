@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, QuotedString, Sweep, ValueType
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -28,12 +28,19 @@ from omegaconf.errors import OmegaConfBaseException
 from air_hpc.config.build import build, fields_of
 from air_hpc.config.freeze import to_plain
 from air_hpc.config.groups import ConfigFolders
+from air_hpc.config.hydra_words import (
+    MAX_SWEEP_TASKS,
+    literal,
+    quoted_list,
+    sweep_texts,
+    syntax_problem,
+    told_by,
+    written,
+)
+from air_hpc.config.interpolate import resolve as fill
 from air_hpc.config.overrides import Action, Assignment, apply
 from air_hpc.config.spec import RunSpec
-from air_hpc.errors import BadInput, Problem, nearest, raise_if_any
-
-MAX_SWEEP_TASKS = 100_000
-"""More tasks than this are taken for a mistake in a range."""
+from air_hpc.errors import Problem, nearest, raise_if_any
 
 Progress = Callable[[int, int], None]
 """Called with (tasks done, tasks in all)."""
@@ -91,17 +98,8 @@ class Composer:
     def __init__(
         self, config_dir: str | Path | None = None, config_name: str | None = None
     ) -> None:
-        self._folders = ConfigFolders.find(config_dir)
         self._config_name = (config_name or "config").removesuffix(".yaml")
-        names = self._folders.config_names()
-        if self._config_name not in names:
-            raise BadInput.single(
-                "--config-name",
-                self._config_name,
-                "no such config",
-                allowed=", ".join(names),
-                hint=nearest(self._config_name, names),
-            )
+        self._folders = ConfigFolders.find(config_dir).with_root(self._config_name)
         self._parser = OverridesParser.create()
         self._composed: dict[tuple[str, ...], dict[str, Any] | _NotComposed] = {}
 
@@ -125,7 +123,7 @@ class Composer:
         found = _Found()
         parsed = [self._parsed_alone(text, found) for text in overrides]
         config = self._configured([p for p in parsed if p is not None], found)
-        found.add(*_resolve(config))
+        found.add(*fill(config))
         built = build(RunSpec, config)
         found.add(*built.problems)
         assert built.value is not None  # every field of a RunSpec has a default
@@ -159,7 +157,7 @@ class Composer:
         tasks: list[SweepTask] = []
         for index, point in enumerate(itertools.product(*axes)):
             config = self._configured(point, found)
-            found.add(*_resolve(config))
+            found.add(*fill(config))
             built = build(RunSpec, config)
             found.add(*built.problems)
             assert built.value is not None
@@ -188,9 +186,9 @@ class Composer:
         try:
             override = self._parser.parse_overrides([text])[0]
         except HydraException as error:
-            found.add(_syntax_problem(text, error))
+            found.add(syntax_problem(text, error))
             return None
-        override.config_loader = _Options(self._folders)  # type: ignore[assignment]
+        override.config_loader = _Options(self._folders)
         key = override.key_or_group
         if not key or "" in key.split("."):
             found.add(Problem(key, text, "an override needs a key", "key=value"))
@@ -198,7 +196,7 @@ class Composer:
         if override.is_hydra_override() and key != "hydra.searchpath":
             hint = "Run folders, logs and sweeps are air_hpc's own; see runs_dir and -m"
             message = "settings of Hydra itself have no effect here"
-            found.add(Problem(key, _written(text), message, hint=hint))
+            found.add(Problem(key, written(text), message, hint=hint))
             return None
         return override
 
@@ -208,7 +206,7 @@ class Composer:
             return None
         if override.is_sweep_override():
             message = "several values, which only a sweep takes"
-            found.add(Problem(override.key_or_group, _written(text), message, hint=_QUIET_HINT))
+            found.add(Problem(override.key_or_group, written(text), message, hint=_QUIET_HINT))
             return None
         return self._part(override, found)
 
@@ -221,7 +219,9 @@ class Composer:
                 continue
             texts = [text]
             if override.is_sweep_override():
-                texts = _sweep_texts(override, text, found)
+                texts, problem = sweep_texts(override, text)
+                if problem is not None:
+                    found.add(problem)
             points = [self._parsed_alone(one, found) for one in texts]
             good = [point for point in points if point is not None]
             if good:
@@ -239,7 +239,7 @@ class Composer:
         if override.package is not None:
             groups = self._folders.groups()
             hint = nearest(group, groups)
-            found.add(Problem(group, _written(text), "no such group", ", ".join(groups), hint))
+            found.add(Problem(group, written(text), "no such group", ", ".join(groups), hint))
             return None
         action: Action = "change"
         if override.is_delete():
@@ -248,7 +248,7 @@ class Composer:
             action = "add"
         elif override.is_force_add():
             action = "force"
-        return Assignment(action, group, value, text, _literal(override, text))
+        return Assignment(action, group, value, text, literal(override, text))
 
     def _choice(self, override: Override, text: str, found: _Found) -> _Choice | None:
         group, value = override.key_or_group, override.value()
@@ -266,7 +266,7 @@ class Composer:
             return None
         if override.is_force_add():
             message = "++ is for values, not for groups"
-            found.add(Problem(group, _written(text), message, f"{group}=<option>"))
+            found.add(Problem(group, written(text), message, f"{group}=<option>"))
             return None
         in_defaults = group == "experiment" or group in fields_of(RunSpec)
         return _Choice(text.removeprefix("+") if in_defaults else text, text)
@@ -318,84 +318,19 @@ class Composer:
         first, *more = self._folders.folders
         told = list(choices)
         if more and not any(choice.startswith("hydra.searchpath") for choice in choices):
-            told.append("hydra.searchpath=" + _quoted_list([f"file://{path}" for path in more]))
+            told.append("hydra.searchpath=" + quoted_list([f"file://{path}" for path in more]))
         try:
             with initialize_config_dir(config_dir=os.fspath(first), version_base="1.3"):
                 composed = compose(self._config_name, overrides=told)
             plain = OmegaConf.to_container(composed, resolve=False)
         except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, OSError) as e:
-            return _NotComposed(f"the configs do not compose: {_told_by(e)}")
+            return _NotComposed(f"the configs do not compose: {told_by(e)}")
         assert isinstance(plain, dict)
         return {str(name): value for name, value in plain.items()}
 
 
 class _NotComposed(Exception):
     """Hydra could not compose a set of options; the message says why."""
-
-
-def _told_by(error: BaseException) -> str:
-    """What an exception of Hydra says, as one line, without its advice for other programs."""
-    parts = [str(error), str(error.__cause__ or "")]
-    text = next((part for part in parts if part.strip()), type(error).__name__)
-    kept = itertools.takewhile(
-        lambda line: not line.startswith(("Config search path", "See http", "    full_key")),
-        (line for line in text.splitlines() if line.strip()),
-    )
-    return "; ".join(line.strip() for line in kept) or type(error).__name__
-
-
-def _syntax_problem(text: str, error: HydraException) -> Problem:
-    key, equals, value = text.partition("=")
-    if not equals and not text.startswith("~"):
-        return Problem(key, text, "an override needs a value", "key=value, +key=value or ~key")
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    told = [line for line in lines if not line.startswith(("See http", "Error parsing", "Avail"))]
-    said = told[0].strip() if told else "it does not parse"
-    if said.startswith("LexerNoViableAltException"):
-        said = "a character that the override grammar does not take here"
-    return Problem(
-        key.lstrip("+~"),
-        value,
-        f"not an override: {said}",
-        "key=value",
-        f"Quote a value with special characters: {key}='\"...\"'",
-    )
-
-
-def _sweep_texts(override: Override, text: str, found: _Found) -> list[str]:
-    """One override text for each point of a swept override."""
-    key, value = override.get_key_element(), _written(text)
-    if override.value_type == ValueType.INTERVAL_SWEEP:
-        message = "an interval has no points to run"
-        found.add(Problem(key, value, message, "range(start,stop,step) or a list of values"))
-        return []
-    try:
-        points = list(itertools.islice(override.sweep_string_iterator(), MAX_SWEEP_TASKS + 1))
-    except (HydraException, ValueError) as error:
-        found.add(Problem(key, value, f"not a sweep: {_told_by(error)}"))
-        return []
-    if not points:
-        found.add(Problem(key, value, "a sweep over nothing", "at least one value"))
-    return [f"{key}={point}" for point in points]
-
-
-def _literal(override: Override, text: str) -> str | None:
-    """The value as written, if it is a bare scalar that became something other than text."""
-    value = override._value
-    written = _written(text).strip()
-    if isinstance(value, QuotedString | str | Sweep | list | dict) or "(" in written:
-        return None
-    return written
-
-
-def _written(text: str) -> str:
-    """The value of an override as it was typed."""
-    return text.partition("=")[2]
-
-
-def _quoted_list(texts: Sequence[str]) -> str:
-    escaped = (text.replace("\\", "\\\\").replace("'", "\\'") for text in texts)
-    return "[" + ",".join(f"'{text}'" for text in escaped) + "]"
 
 
 def _copied(value: Any) -> Any:
@@ -405,46 +340,3 @@ def _copied(value: Any) -> Any:
     if isinstance(value, list):
         return [_copied(entry) for entry in value]
     return value
-
-
-# ------------------------------------------------------------------ interpolations
-
-
-def _resolve(config: dict[str, Any]) -> list[Problem]:
-    """Fill `${...}` in place; a problem for each that cannot be filled (its key then is removed)."""
-    if not _interpolates(config):
-        return []
-    problems: list[Problem] = []
-    _resolve_below(config, OmegaConf.create(config), "", problems)
-    return problems
-
-
-def _interpolates(value: Any) -> bool:
-    if isinstance(value, str):
-        return "${" in value
-    if isinstance(value, dict):
-        return any(_interpolates(entry) for entry in value.values())
-    return isinstance(value, list) and any(_interpolates(entry) for entry in value)
-
-
-def _resolve_below(plain: Any, node: Any, prefix: str, problems: list[Problem]) -> None:
-    for name, value in list(_entries(plain)):
-        key = f"{prefix}{name}"
-        if isinstance(value, dict | list):
-            _resolve_below(value, node[name], f"{key}.", problems)
-        elif isinstance(value, str) and "${" in value:
-            try:
-                filled = node[name]
-                if OmegaConf.is_config(filled):
-                    filled = OmegaConf.to_container(filled, resolve=True)
-            except (OmegaConfBaseException, ValueError, KeyError, OSError) as error:
-                hint = "Set what it names, or give the value itself"
-                problems.append(Problem(key, value, _told_by(error), hint=hint))
-                if isinstance(plain, dict):
-                    del plain[name]
-                continue
-            plain[name] = filled
-
-
-def _entries(plain: Mapping[Any, Any] | list[Any]) -> Iterator[tuple[Any, Any]]:
-    return iter(plain.items()) if isinstance(plain, Mapping) else enumerate(plain)

@@ -1,7 +1,8 @@
 """Finds config groups and their options by listing folders: no Hydra, so that completion is quick.
 
 The search path is `conf/` of the installation, then the folder of `--config-dir`. Where both hold
-an option of one name, the first wins, as in Hydra.
+an option of one name, the first wins, as in Hydra. A root config (`--config-name`) that only the
+user's folder has puts that folder first.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from air_hpc.errors import BadInput
+from air_hpc.errors import BadInput, nearest
 from air_hpc.resources import conf_dir
 
 
@@ -32,6 +33,21 @@ class ConfigFolders:
                 )
             folders.append(extra)
         return cls(tuple(folders))
+
+    def with_root(self, config_name: str) -> ConfigFolders:
+        """The same folders, the one that holds the root config first; BadInput if none does."""
+        for folder in self.folders:
+            if (folder / f"{config_name}.yaml").is_file() and _is_plain(config_name):
+                others = tuple(other for other in self.folders if other != folder)
+                return ConfigFolders((folder, *others))
+        names = sorted({path.stem for folder in self.folders for path in folder.glob("*.yaml")})
+        raise BadInput.single(
+            "--config-name",
+            config_name,
+            "no such config",
+            allowed=", ".join(names),
+            hint=nearest(config_name, names),
+        )
 
     def groups(self) -> list[str]:
         """The names of all groups (`model`, `cluster`, and those of a user's own)."""
@@ -64,10 +80,6 @@ class ConfigFolders:
             if _is_plain(f"{group}/{option}") and path.is_file():
                 return path
         return None
-
-    def config_names(self) -> list[str]:
-        """The names that `--config-name` may take."""
-        return sorted({path.stem for folder in self.folders for path in folder.glob("*.yaml")})
 
 
 def _is_plain(name: str) -> bool:

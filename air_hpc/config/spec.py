@@ -125,8 +125,8 @@ class LaunchSpec:
     `chain_length`: how many dependent jobs `continuation=chain` submits ahead.
     """
 
-    nodes: int = at_least(1, 1)
-    devices_per_node: int = at_least(1, 1)
+    nodes: int = between(1, 100_000, 1)
+    devices_per_node: int = between(1, 1024, 1)
     cpus_per_device: int | None = at_least(1, None)
     partition: str | None = one_line(None)
     account: str | None = one_line(None)

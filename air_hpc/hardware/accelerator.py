@@ -6,7 +6,8 @@ and what depends on it is then unknown too: there is never a fallback to another
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -17,9 +18,11 @@ Precision = Literal["fp32", "bf16", "fp16", "fp8"]
 class AcceleratorSpec:
     """The figures of one device model.
 
-    `peak_flops` maps a precision to dense FLOP/s for one device (absent: unknown).
-    `device_names` are the lower-case pieces of the names the driver reports, longest matched
-    first. `peak_source` is `datasheet` or `measured` (a CPU: measured once for each machine).
+    `peak_flops` maps a precision to dense FLOP/s for one device (absent: unknown, or, if it is one
+    of `unsupported_precisions`, not there). `device_names` are the names that the driver reports,
+    without vendor and memory size unless those tell models apart; the longest is matched first.
+    `matmul_ceiling` is the part of the bf16 peak that the best matmul is known to reach.
+    `peak_source` is `datasheet` or `measured` (a CPU: measured once for each machine).
     """
 
     name: str
@@ -39,17 +42,39 @@ class AcceleratorSpec:
         return self.peak_flops.get(precision)
 
 
-def match_device(
-    reported: str, accelerators: tuple[AcceleratorSpec, ...]
-) -> AcceleratorSpec | None:
-    """The accelerator whose longest name occurs in the driver's `reported` name, or None.
+_SEPARATORS = re.compile(r"[^a-z0-9.]+")
+_NO_PART_OF_THE_MODEL = re.compile(
+    r"nvidia|amd|aws|intel|habana|instinct|tesla|geforce|graphics|gpu|accelerator"
+    r"|\d+g|\d+gb|\d+gib|hbm\d?e?|gddr\d\w?"
+)
 
-    The longest wins, so that "NVIDIA GB200" is never taken for a B200 nor "L40S" for an L40.
+
+def match_device(reported: str, accelerators: Iterable[AcceleratorSpec]) -> AcceleratorSpec | None:
+    """The accelerator that the driver's `reported` name is of, or None.
+
+    A name counts when its words follow one another in the reported name and what is left over
+    says nothing about the model (vendor, memory size). So a variant that no accelerator lists (an
+    "RTX 4090 Laptop GPU", a MIG slice, an L40 beside L4 and L40S) is unknown, never a neighbour.
+    The longest name wins.
     """
-    text = reported.lower()
+    words = _words(reported)
     best: tuple[int, AcceleratorSpec] | None = None
     for accelerator in accelerators:
         for name in accelerator.device_names:
-            if name in text and (best is None or len(name) > best[0]):
+            if _names(words, _words(name)) and (best is None or len(name) > best[0]):
                 best = (len(name), accelerator)
     return best[1] if best else None
+
+
+def _words(text: str) -> list[str]:
+    return [word for word in _SEPARATORS.split(text.lower()) if word]
+
+
+def _names(reported: list[str], name: list[str]) -> bool:
+    size = len(name)
+    for start in range(len(reported) - size + 1):
+        if reported[start : start + size] == name:
+            rest = reported[:start] + reported[start + size :]
+            if all(_NO_PART_OF_THE_MODEL.fullmatch(word) for word in rest):
+                return True
+    return False

@@ -98,8 +98,12 @@ class SpoolWriter:
                 self._fd = -1
 
 
-def read_spool(path: Path, offset: int = 0) -> tuple[list[Sample], int]:
+def read_spool(
+    path: Path, offset: int = 0, max_bytes: int | None = None
+) -> tuple[list[Sample], int]:
     """The samples from a byte offset on, and the offset to read from next.
+
+    `max_bytes` bounds one reading of a long spool; it must exceed the length of a line.
 
     A last line without its end is left for the next reading; a line that is no sample is skipped.
     """
@@ -107,7 +111,7 @@ def read_spool(path: Path, offset: int = 0) -> tuple[list[Sample], int]:
     try:
         with path.open("rb") as file:
             file.seek(offset)
-            data = file.read()
+            data = file.read(-1 if max_bytes is None else max_bytes)
     except FileNotFoundError:
         return [], offset
     end = data.rfind(b"\n") + 1

@@ -8,6 +8,7 @@ A job is named as Slurm names it for commands: `123`, or `123_4` for an element 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -336,9 +337,9 @@ def job_id_of(sbatch_answer: str) -> str:
         job_id = line.strip().partition(";")[0]
         if job_id.isdecimal():
             return job_id
-        words = line.split()
-        if line.startswith("Submitted batch job") and words[3].isdecimal():
-            return words[3]
+        told = re.match(r"Submitted batch job (\d+)", line)
+        if told:
+            return told[1]
     raise EnvironmentFailure(
         f"sbatch printed no job id: {sbatch_answer.strip()[:200]!r}",
         tried="sbatch --parsable",

@@ -1,0 +1,218 @@
+"""The agents' own control channel: signed JSON messages over ZeroMQ, a deadline on everything.
+
+The coordinator binds one of a few ports that follow from the run and this start of its job, so
+nobody has to be told it and nothing waits for a file. An agent says hello to all of them until one
+answers with the right signature. Every message carries an HMAC-SHA256 under the run's own key
+(`submit/channel.key`, readable by its owner only) over this start's id and the body: another user's
+process on the port, or an agent of an earlier start, is not heard. Nothing is pickled.
+
+ZeroMQ reconnects by itself; silence is found by the heartbeats of `node` and `coordinator`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import socket
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from air_hpc.errors import EnvironmentFailure
+
+Message = dict[str, Any]
+
+PORT_LOW, PORT_HIGH = 20000, 32000
+"""Below the kernel's ephemeral range (32768 on by default), where nobody's client socket sits."""
+CANDIDATE_PORTS = 6
+
+
+class Signer:
+    """Signs and checks messages of one start of a run."""
+
+    def __init__(self, key: bytes, start_id: str) -> None:
+        self._key = key
+        self._context = start_id.encode() + b"\0"
+
+    @classmethod
+    def from_file(cls, path: Path, start_id: str) -> Signer:
+        """The signer with the run's key."""
+        try:
+            return cls(path.read_bytes(), start_id)
+        except OSError as error:
+            raise EnvironmentFailure(
+                f"cannot read the run's channel key: {error.strerror}",
+                tried=str(path),
+                next_step="check that the run directory is shared with this node",
+            ) from None
+
+    def _mac(self, body: bytes) -> bytes:
+        return hmac.digest(self._key, self._context + body, hashlib.sha256)
+
+    def seal(self, message: Message) -> list[bytes]:
+        """The frames of a message."""
+        body = json.dumps(message, separators=(",", ":"), default=str).encode()
+        return [self._mac(body), body]
+
+    def open(self, frames: Sequence[bytes]) -> Message | None:
+        """The message in signed frames, or None when they are not of this start of this run."""
+        if len(frames) != 2 or not hmac.compare_digest(frames[0], self._mac(frames[1])):
+            return None
+        message = json.loads(frames[1])
+        return message if isinstance(message, dict) and "type" in message else None
+
+
+def candidate_ports(run_id: str, start_id: str) -> list[int]:
+    """The ports a coordinator may bind, the same on every node."""
+    seed = hashlib.sha256(f"{run_id}/{start_id}".encode()).digest()
+    span = PORT_HIGH - PORT_LOW
+    ports: list[int] = []
+    counter = 0
+    while len(ports) < CANDIDATE_PORTS:
+        digest = hashlib.sha256(seed + counter.to_bytes(4, "big")).digest()
+        port = PORT_LOW + int.from_bytes(digest[:4], "big") % span
+        if port not in ports:
+            ports.append(port)
+        counter += 1
+    return ports
+
+
+def port_is_free(port: int) -> bool:
+    """Whether nobody on this machine listens on a port."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+        return True
+
+
+def free_ports(count: int, seed: str) -> list[int]:
+    """Ports outside the ephemeral range that are free now, spread by `seed`."""
+    start = int.from_bytes(hashlib.sha256(seed.encode()).digest()[:4], "big")
+    span = PORT_HIGH - PORT_LOW
+    found: list[int] = []
+    for offset in range(span):
+        port = PORT_LOW + (start + offset * 7) % span
+        if port_is_free(port):
+            found.append(port)
+            if len(found) == count:
+                return found
+    raise EnvironmentFailure(
+        f"no {count} free TCP ports between {PORT_LOW} and {PORT_HIGH} on this node",
+        next_step="look for what occupies them (ss -ltn)",
+    )
+
+
+class CoordinatorSocket:
+    """The coordinator's end: talks to agents by their node names."""
+
+    INPROC = "inproc://coordinator"
+
+    def __init__(self, context: zmq.Context[Any], signer: Signer, ports: Sequence[int]) -> None:
+        """Bind the first free port; raises EnvironmentFailure when all are taken."""
+        self._signer = signer
+        self.socket = context.socket(zmq.ROUTER)
+        self.socket.setsockopt(zmq.LINGER, 1000)
+        self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self.socket.bind(self.INPROC)
+        self.port = self._bind(ports)
+
+    def _bind(self, ports: Sequence[int]) -> int:
+        for port in ports:
+            try:
+                self.socket.bind(f"tcp://*:{port}")
+            except zmq.ZMQError:
+                continue
+            return port
+        raise EnvironmentFailure(
+            "the coordinator found none of its ports free",
+            tried=", ".join(map(str, ports)),
+            next_step="start the job again: another start takes other ports",
+        )
+
+    def send(self, node: str, message: Message) -> None:
+        """Send to one agent; dropped when it is not connected (its heartbeat tells)."""
+        self.socket.send_multipart([node.encode(), *self._signer.seal(message)])
+
+    def receive(self) -> Iterator[tuple[str, Message]]:
+        """All messages that have arrived, with their senders; what is not signed is dropped."""
+        while True:
+            try:
+                frames = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            message = self._signer.open(frames[1:])
+            if message is not None:
+                yield frames[0].decode(errors="replace"), message
+
+    def close(self) -> None:
+        """Send what is queued (at most a second) and close."""
+        self.socket.close()
+
+
+class AgentSocket:
+    """An agent's end: several candidate connections until one answers, then that one."""
+
+    def __init__(
+        self, context: zmq.Context[Any], signer: Signer, node: str, endpoints: Sequence[str]
+    ) -> None:
+        self._signer = signer
+        self.sockets: list[zmq.Socket[bytes]] = []
+        for endpoint in endpoints:
+            candidate = context.socket(zmq.DEALER)
+            candidate.setsockopt(zmq.IDENTITY, node.encode())
+            candidate.setsockopt(zmq.LINGER, 1000)
+            candidate.setsockopt(zmq.RECONNECT_IVL, 200)
+            candidate.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
+            candidate.connect(endpoint)
+            self.sockets.append(candidate)
+
+    @property
+    def settled(self) -> bool:
+        """Whether the coordinator has answered."""
+        return len(self.sockets) == 1
+
+    def send(self, message: Message) -> None:
+        """Send to the coordinator (before it answered: to every candidate)."""
+        frames = self._signer.seal(message)
+        for candidate in self.sockets:
+            try:
+                candidate.send_multipart(frames, zmq.NOBLOCK)
+            except zmq.Again:
+                continue
+
+    def receive(self) -> Iterator[Message]:
+        """All messages that have arrived; the first valid one settles which connection is right."""
+        for candidate in list(self.sockets):
+            for message in self._receive_from(candidate):
+                if not self.settled:
+                    self._settle(candidate)
+                yield message
+            if self.settled:
+                return
+
+    def _receive_from(self, candidate: zmq.Socket[bytes]) -> Iterator[Message]:
+        while True:
+            try:
+                frames = candidate.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            message = self._signer.open(frames)
+            if message is not None:
+                yield message
+
+    def _settle(self, chosen: zmq.Socket[bytes]) -> None:
+        for candidate in self.sockets:
+            if candidate is not chosen:
+                candidate.close(linger=0)
+        self.sockets = [chosen]
+
+    def close(self) -> None:
+        """Send what is queued (at most a second) and close."""
+        for candidate in self.sockets:
+            candidate.close()
+        self.sockets = []

@@ -1,0 +1,584 @@
+"""The first node's extra part: agrees the members, owns the token, decides, writes the ledger.
+
+An attempt goes through these phases:
+
+    registering   every node of the allocation says hello before `launch.start_timeout_s`
+    running       a token is claimed, the checkpoints to resume from are fixed, workers run
+    ending        workers have ended or are being killed; what ended them is being gathered
+    over          the class, the verdict and the intent are written; everyone may leave
+
+It reacts to messages, signals and time, and acts through its channel, the ledger and (at the start
+and the end) one question to the scheduler. The decisions are `recovery`'s pure functions.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from air_hpc.agent.channel import CoordinatorSocket, Message
+from air_hpc.agent.environment import JobContext, boot_id, process_start
+from air_hpc.agent.members import Member, problems_of
+from air_hpc.agent.scheduler import Scheduler
+from air_hpc.agent.workers import GenerationStart
+from air_hpc.errors import EXIT_DO_NOT_RESTART, EXIT_OK
+from air_hpc.placement.ranks import RankPlace, assign_ranks
+from air_hpc.plan.frozen import FrozenRun
+from air_hpc.recovery.cause import Cause, SlurmWord, cause_of_stop, slurm_requeues_itself
+from air_hpc.recovery.decide import decide
+from air_hpc.recovery.evidence import Failure, WorkerEnd, first_failure
+from air_hpc.recovery.stop import Action, StopAgreement
+from air_hpc.rundir.atomic import write_atomic
+from air_hpc.rundir.commit import (
+    find_candidates,
+    inheritable,
+    mark_bad,
+    sweep_leftovers,
+)
+from air_hpc.rundir.events import Kind, LedgerWriter, read_ledger
+from air_hpc.rundir.fence import (
+    Fenced,
+    Token,
+    claim_next_attempt,
+    record_inherited,
+    require_newest,
+    still_newest,
+)
+from air_hpc.rundir.layout import RunDir
+from air_hpc.rundir.state import RunStatus, fold
+from air_hpc.rundir.words import FailureClass, RunState, Verdict
+from air_hpc.session.messages import Message as WorkerMessage
+
+GATHER_S = 2.0
+"""After a first failed worker: how long the others' ends are awaited before they are killed."""
+KILL_WAIT_S = 10.0
+"""After the kill: how long ends are awaited before the nodes that send none are passed over."""
+LONGEST_BACK_OFF_S = 60.0
+
+_RECORDED = {
+    WorkerMessage.RESUMED: Kind.RESUMED,
+    WorkerMessage.TRAINING_STARTED: Kind.TRAINING_STARTED,
+    WorkerMessage.COMMITTED: Kind.CHECKPOINT_COMMITTED,
+    WorkerMessage.SAVE_FAILED: Kind.CHECKPOINT_FAILED,
+    WorkerMessage.CHECKPOINT_BAD: Kind.CHECKPOINT_BAD,
+    WorkerMessage.MEASURED: Kind.MEASURED,
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the attempt ended for the agents: their exit code, and whether a local one goes on."""
+
+    exit_code: int
+    reason: str
+    restart_after_s: float | None = None
+
+
+class Coordinator:
+    """One attempt of a run. `outcome` is None until it is over."""
+
+    def __init__(
+        self,
+        context: JobContext,
+        run: RunDir,
+        frozen: FrozenRun,
+        socket: CoordinatorSocket,
+        scheduler: Scheduler,
+        *,
+        say: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._context = context
+        self._run = run
+        self._spec, self._plan = frozen.spec, frozen.plan
+        self._socket = socket
+        self._scheduler = scheduler
+        self._say = say
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self._members: dict[str, Member] = {}
+        self._ends: dict[int, WorkerEnd] = {}
+        self._places: tuple[RankPlace, ...] = ()
+        self._resume_steps: tuple[int, ...] = ()
+        self._signal: str | None = None
+        self._kill_at: float | None = None
+        self._killed_at: float | None = None
+        self._save_deadline: float | None = None
+        self._limit_at: float | None = None
+        self._last_tick = clock()
+        self._phase = "registering"
+        self._register_deadline = clock() + self._spec.launch.start_timeout_s
+        self.outcome: Outcome | None = None
+        self._stop = StopAgreement.among((), self._spec.recovery.stop_timeout_s)
+        self._status = fold(read_ledger(run).events)
+        self._committed = self._status.committed_step
+        self.token: Token | None = None
+        self._ledger: LedgerWriter | None = None
+        self._word: SlurmWord | None = None
+        self._open()
+
+    # -- the start ---------------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        if self._status.terminal:
+            self._dismiss_finished(self._status)
+            return
+        self.token = claim_next_attempt(self._run)
+        self._ledger = LedgerWriter(self._run, f"attempt-{self.token.attempt}")
+        context = self._context
+        self._record(
+            Kind.ATTEMPT_STARTED,
+            job_id=context.job_id,
+            array_job_id=context.array_job_id,
+            array_task_id=context.array_task_id,
+            restart_count=context.restart_count,
+            nodes=list(context.nodes),
+            node_count=len(context.nodes),
+            scheduler=context.scheduler,
+            node=context.node,
+            pid=os.getpid(),
+            pid_start=process_start(os.getpid()),
+            boot_id=boot_id(),
+        )
+        if self._status.cancel_requested:
+            self._end_attempt(FailureClass.CANCELLED, "cancelled before this start")
+            return
+        end = self._scheduler.end_time()
+        if end is not None:
+            self._limit_at = self._clock() + (end - self._wall_clock()) - self._plan.lead_s
+
+    def _dismiss_finished(self, status: RunStatus) -> None:
+        """A start that finds a terminal verdict exits at once."""
+        finished = status.state is RunState.FINISHED
+        self.outcome = Outcome(
+            EXIT_OK if finished else EXIT_DO_NOT_RESTART,
+            f"the run is {status.state} already ({status.evidence or 'no evidence recorded'}): "
+            "nothing to do",
+        )
+        self._phase = "over"
+
+    def _record(self, kind: str, **facts: Any) -> None:
+        if self._ledger is not None:
+            try:
+                self._ledger.append(kind, self.token, **facts)
+            except OSError as error:
+                self._say(f"the ledger could not be written ({error}); lost: {kind} {facts}")
+
+    def _register(self, node: str, message: Message, now: float) -> None:
+        if self.outcome is not None:
+            self._send_leave(node)
+            return
+        if node not in self._context.nodes:
+            self._socket.send(node, {"type": "leave", "exit_code": 1, "reason": "not a member"})
+            return
+        if node not in self._members:
+            self._members[node] = Member.from_hello(node, message, now)
+        self._members[node].heard = now
+        self._socket.send(node, {"type": "welcome"})
+        if self._phase == "registering" and len(self._members) == len(self._context.nodes):
+            self._start_generation()
+
+    def _start_generation(self) -> None:
+        assert self.token is not None
+        ordered = sorted(self._members.values(), key=lambda member: member.index)
+        per_node = self._plan.devices_per_node
+        found = problems_of(ordered, per_node, allow_mixed=self._spec.cluster.allow_mixed_devices)
+        if len(ordered) * per_node != self._plan.world_size:
+            found.append(
+                f"{len(ordered)} nodes × {per_node} devices are not the plan's world of "
+                f"{self._plan.world_size}"
+            )
+        if found:
+            self._end_attempt(FailureClass.ENVIRONMENT, "; ".join(found))
+            return
+        try:
+            usable = self._fix_checkpoints(self.token)
+        except Fenced as fenced:
+            self._leave_fenced(str(fenced))
+            return
+        if usable is None:
+            return
+        self._places = assign_ranks([member.node for member in ordered], per_node)
+        self._resume_steps = usable
+        self._phase = "running"
+        self._stop = StopAgreement.among(self._members, self._spec.recovery.stop_timeout_s)
+        first = self._members[self._places[0].node]
+        self._run.generation_dir(self.token.attempt, self.token.generation).mkdir(
+            parents=True, exist_ok=True, mode=0o700
+        )
+        self._record(
+            Kind.GENERATION_STARTED,
+            world_size=self._plan.world_size,
+            nodes=[member.node for member in ordered],
+            devices=sorted({str(d["model"]) for member in ordered for d in member.devices}),
+            resume_step=usable[0] if usable else None,
+            master=f"{first.address}:{first.ports[0]}",
+        )
+        for member in ordered:
+            ranks = tuple(p.rank for p in self._places if p.node == member.node)
+            start = GenerationStart(
+                token=self.token,
+                ranks=ranks,
+                world_size=self._plan.world_size,
+                node_rank=ordered.index(member),
+                master_address=first.address,
+                master_port=first.ports[0],
+                resume_steps=usable,
+                stop_timeout_s=self._spec.recovery.stop_timeout_s,
+                threads=self._plan.threads_per_worker,
+            )
+            self._socket.send(member.node, {"type": "start", "start": start.to_json()})
+
+    def _fix_checkpoints(self, token: Token) -> tuple[int, ...] | None:
+        """What to resume from, newest first, inherited from now on; None when the run must end."""
+        require_newest(self._run, token)
+        sweep_leftovers(self._run, token)
+        found = find_candidates(self._run)
+        for step, reason in found.rejected:
+            mark_bad(self._run, step, reason)
+            self._record(Kind.CHECKPOINT_BAD, step=step, reason=reason)
+        record_inherited(self._run, token, inheritable(found.usable))
+        if not found.usable and self._status.committed_step is not None:
+            self._end_attempt(
+                FailureClass.CHECKPOINT,
+                f"a checkpoint of step {self._status.committed_step} was recorded and none can be "
+                "used now: the run does not train from scratch in silence",
+                unrecoverable=True,
+            )
+            return None
+        self._committed = found.usable[0].step if found.usable else None
+        return tuple(checkpoint.step for checkpoint in found.usable)
+
+    # -- messages ----------------------------------------------------------------------------------
+
+    def on_message(self, node: str, message: Message) -> None:
+        """React to one message of a node."""
+        now = self._clock()
+        member = self._members.get(node)
+        if member is not None:
+            member.heard = now
+        kind = message["type"]
+        if kind == "hello":
+            self._register(node, message, now)
+        elif member is None:
+            return
+        elif kind == "heartbeat":
+            member.done_step = message.get("done_step", member.done_step)
+            member.phases = tuple(message.get("phases", ()))
+            self._socket.send(node, {"type": "ack", "sequence": message["sequence"]})
+            if self.outcome is not None:
+                self._send_leave(node)
+        elif kind == "worker":
+            self._on_worker(message["message"])
+        elif kind == "begun":
+            self._act(self._stop.report(node, message["step"]))
+        elif kind == "ended":
+            self._on_ended(node, message["workers"], now)
+        elif kind == "signal":
+            self.on_signal(message["name"], node)
+        elif kind == "agent_failed":
+            self._kill_workers()
+            self._end_attempt(
+                FailureClass.UNKNOWN, f"the agent on {node} failed: {message['reason']}"
+            )
+        elif kind == "start_failed":
+            self._kill_workers()
+            self._end_attempt(
+                FailureClass.ENVIRONMENT, f"{node} could not start workers: {message['reason']}"
+            )
+
+    def _on_worker(self, message: dict[str, Any]) -> None:
+        kind = _RECORDED.get(message["kind"])
+        if kind is None:
+            return
+        facts = {key: value for key, value in message.items() if key not in ("kind", "rank")}
+        self._record(kind, **facts)
+        if kind is Kind.CHECKPOINT_COMMITTED:
+            self._committed = max(int(facts["step"]), self._committed or 0)
+        if kind is Kind.CHECKPOINT_BAD:
+            mark_bad(self._run, int(facts["step"]), str(facts.get("reason", "")))
+
+    def _on_ended(self, node: str, workers: list[dict[str, Any]], now: float) -> None:
+        for facts in workers:
+            end = WorkerEnd(
+                rank=facts["rank"],
+                node=node,
+                exit_status=facts["exit_status"],
+                phase=facts["phase"],
+                done_step=facts["done_step"],
+                last_words=facts["last_words"],
+                arrived=now,
+            )
+            self._ends[end.rank] = end
+            if end.failed and self._kill_at is None:
+                self._kill_at = now + GATHER_S
+        self._check_over()
+
+    # -- stops -------------------------------------------------------------------------------------
+
+    def on_signal(self, name: str, node: str) -> None:
+        """A signal reached an agent, or our own timer rang: agree on a step, save it, leave."""
+        if self._signal is not None or self.outcome is not None:
+            return
+        self._signal = name
+        self._record(Kind.SIGNAL, name=name, node=node)
+        if self._phase == "registering":
+            cause = self._cause()
+            self._end_attempt(cause.failure_class, f"{cause.evidence}, before training began")
+            return
+        self._act(self._stop.request(name, self._clock()))
+
+    def _act(self, action: Action | None) -> None:
+        if action is Action.SET_FLAG:
+            self._broadcast({"type": "stop"})
+        elif action is Action.SET_TARGET:
+            self._save_deadline = self._clock() + self._spec.recovery.stop_timeout_s
+            self._record(Kind.STOP_AGREED, target_step=self._stop.target, reason=self._stop.reason)
+            self._say(f"stop agreed: all run to step {self._stop.target}, save it and leave")
+            self._broadcast({"type": "target", "step": self._stop.target})
+        elif action is Action.GIVE_UP:
+            self._say(f"no stop agreed: {', '.join(self._stop.missing)} did not report")
+            self._kill_workers()
+
+    def _cause(self) -> Cause:
+        """Who is behind the signal. A local run is stopped by its owner or its own timer."""
+        signal_name = self._signal or ""
+        if fold(read_ledger(self._run).events).cancel_requested:
+            return Cause(FailureClass.CANCELLED, f"{signal_name}; cancelled by its owner")
+        if self._context.scheduler == "local":
+            if signal_name == "timer":
+                return Cause(FailureClass.TIME_LIMIT, "launch.time_limit_min is near")
+            return Cause(FailureClass.CANCELLED, f"{signal_name} to the agent of a local run")
+        self._word = self._scheduler.word()
+        return cause_of_stop(signal_name, self._word, self._context.restart_count)
+
+    # -- time --------------------------------------------------------------------------------------
+
+    def tick(self) -> None:
+        """React to time. A stall of our own is not held against the others."""
+        now = self._clock()
+        stalled = max(0.0, now - self._last_tick - 1.0)
+        self._last_tick = now
+        if self.outcome is not None:
+            return
+        if stalled:
+            for member in self._members.values():
+                member.heard += stalled
+        if self._phase == "registering":
+            self._tick_registering(now)
+            return
+        if self._limit_at is not None and now >= self._limit_at:
+            self._limit_at = None
+            self.on_signal("timer", self._context.node)
+        self._act(self._stop.tick(now))
+        self._find_lost(now)
+        if self._kill_at is not None and now >= self._kill_at and self._killed_at is None:
+            self._kill_workers()
+        if self._save_deadline is not None and now >= self._save_deadline:
+            self._save_deadline = None
+            self._say("the agreed step was not saved before the deadline")
+            self._kill_workers()
+        if self._killed_at is not None and now >= self._killed_at + KILL_WAIT_S:
+            self._finish_generation()
+
+    def _tick_registering(self, now: float) -> None:
+        if now < self._register_deadline:
+            return
+        missing = [node for node in self._context.nodes if node not in self._members]
+        per_node = self._plan.devices_per_node
+        ranks = [
+            f"{node} (ranks {index * per_node}-{(index + 1) * per_node - 1})"
+            for index, node in enumerate(self._context.nodes)
+            if node in missing
+        ]
+        self._end_attempt(
+            FailureClass.NOT_ARRIVED,
+            f"did not arrive within launch.start_timeout_s="
+            f"{self._spec.launch.start_timeout_s:g}: {', '.join(ranks)}",
+        )
+
+    def _find_lost(self, now: float) -> None:
+        timeout_s = self._spec.recovery.heartbeat_timeout_s
+        for member in self._members.values():
+            if not member.lost and now - member.heard > timeout_s:
+                member.lost = True
+                self._say(f"node {member.node} was not heard for {now - member.heard:.1f} s")
+                self._kill_workers()
+                self._check_over()
+
+    def _kill_workers(self) -> None:
+        if self._killed_at is None:
+            self._killed_at = self._clock()
+            self._broadcast({"type": "kill"})
+
+    # -- the end -----------------------------------------------------------------------------------
+
+    def _check_over(self) -> None:
+        awaited = {place.rank for place in self._places if not self._members[place.node].lost}
+        if self._phase == "running" and awaited <= self._ends.keys():
+            self._finish_generation()
+
+    def _finish_generation(self) -> None:
+        if self._phase != "running":
+            return
+        self._phase = "ending"
+        failure = first_failure(list(self._ends.values()))
+        failure_class, evidence = self._classify(failure)
+        if failure is not None and failure_class is failure.failure_class:
+            failure_class, evidence = self._blame_checkpoint(failure)
+        done = [end.done_step for end in self._ends.values() if end.done_step >= 0]
+        step = max(done) if done else None
+        self._record(
+            Kind.GENERATION_ENDED,
+            failure_class=failure_class,
+            evidence=evidence,
+            step=step,
+            exits={str(end.rank): end.exit_status for end in self._ends.values()},
+        )
+        self._end_attempt(failure_class, evidence, step=step)
+
+    def _classify(self, failure: Failure | None) -> tuple[FailureClass, str]:
+        lost = sorted(member.node for member in self._members.values() if member.lost)
+        ends = list(self._ends.values())
+        if not lost and failure is None and all(end.finished for end in ends):
+            return FailureClass.COMPLETED, f"all {len(ends)} workers finished"
+        if self._signal is not None:
+            cause = self._cause()
+            if failure is None and not lost:
+                return cause.failure_class, f"{cause.evidence}; stopped at {self._stop.target}"
+            detail = failure.evidence if failure else f"lost {', '.join(lost)}"
+            if cause.failure_class is not FailureClass.UNKNOWN:
+                return cause.failure_class, f"{cause.evidence}; not saved: {detail}"
+        if lost:
+            last = ", ".join(f"{n} (step {self._members[n].done_step})" for n in lost)
+            return (
+                FailureClass.NODE_LOST,
+                f"not heard for {self._spec.recovery.heartbeat_timeout_s:g} s: {last}",
+            )
+        if failure is None:
+            return FailureClass.UNKNOWN, "workers left without being asked to stop"
+        return failure.failure_class, failure.evidence
+
+    def _blame_checkpoint(self, failure: Failure) -> tuple[FailureClass, str]:
+        """A crash while loading makes the checkpoint suspect: the next start takes an older one."""
+        blamable = failure.failure_class in (FailureClass.UNKNOWN, FailureClass.CHECKPOINT)
+        if failure.phase != "load" or not self._resume_steps or not blamable:
+            return failure.failure_class, failure.evidence
+        step = self._resume_steps[0]
+        reason = f"its load crashed: {failure.evidence}"
+        mark_bad(self._run, step, reason)
+        self._record(Kind.CHECKPOINT_BAD, step=step, reason=reason)
+        return FailureClass.CHECKPOINT, f"step-{step}: {reason}"
+
+    def _end_attempt(
+        self,
+        failure_class: FailureClass,
+        evidence: str,
+        *,
+        step: int | None = None,
+        unrecoverable: bool = False,
+    ) -> None:
+        assert self.token is not None
+        if self.outcome is not None:
+            return
+        if not still_newest(self._run, self.token):
+            self._leave_fenced(evidence)
+            return
+        launch = self._spec.launch
+        decision = decide(
+            failure_class,
+            self._committed,
+            self._status.ends,
+            self._spec.recovery,
+            can_restart=launch.continuation != "none",
+            unrecoverable=unrecoverable,
+        )
+        self._record(
+            Kind.ATTEMPT_ENDED,
+            failure_class=failure_class,
+            verdict=decision.verdict,
+            reason=decision.reason,
+            evidence=evidence,
+            step=step,
+            committed_step=self._committed,
+        )
+        self._say(f"{failure_class}: {evidence}")
+        self._say(f"verdict: {decision.verdict} ({decision.reason})")
+        self._conclude(failure_class, decision.verdict, f"{failure_class}: {decision.verdict}")
+
+    def _conclude(self, failure_class: FailureClass, verdict: Verdict, reason: str) -> None:
+        restart_after_s = None
+        if verdict is Verdict.STOP:
+            completed = failure_class is FailureClass.COMPLETED
+            exit_code = EXIT_OK if completed else EXIT_DO_NOT_RESTART
+            if not completed:
+                self._write_intent("stop")
+        else:
+            exit_code = EXIT_OK
+            if self._context.scheduler == "local":
+                restart_after_s = self._back_off_s()
+            else:
+                self._ask_for_restart(failure_class)
+        self._over(Outcome(exit_code, reason, restart_after_s))
+
+    def _back_off_s(self) -> float:
+        """Growing pauses between local restarts that follow failures; none after a free end."""
+        failures = sum(1 for end in self._status.ends if end.committed_step == self._committed)
+        return min(LONGEST_BACK_OFF_S, float(2**failures) - 1)
+
+    def _ask_for_restart(self, failure_class: FailureClass) -> None:
+        continuation = self._spec.launch.continuation
+        if continuation == "resubmit":
+            self._write_intent("resubmit")
+        elif continuation == "requeue":
+            word = self._word or self._scheduler.word()
+            if not slurm_requeues_itself(failure_class, word):
+                self._write_intent("requeue")
+
+    def _write_intent(self, word: str) -> None:
+        """The batch script reads it once srun has returned, and carries it out."""
+        if self._context.job_id is None:
+            return
+        self._record(Kind.REQUEUE_INTENDED, intent=word)
+        path = self._run.intent_file(self._context.job_id, self._context.restart_count)
+        try:
+            write_atomic(path, word.encode() + b"\n")
+        except OSError as error:
+            self._say(f"the intent {word} could not be written: {error}")
+
+    def _leave_fenced(self, evidence: str) -> None:
+        """A newer generation owns the run: leave without a verdict, and commit nothing."""
+        self._say(f"fenced off by a newer attempt; leaving ({evidence})")
+        self._record(Kind.GENERATION_ENDED, failure_class=FailureClass.FENCED, evidence=evidence)
+        self._over(Outcome(EXIT_OK, "fenced off by a newer attempt"))
+
+    def _over(self, outcome: Outcome) -> None:
+        self._phase = "over"
+        self.outcome = outcome
+        for node in self._members:
+            self._send_leave(node)
+
+    def _send_leave(self, node: str) -> None:
+        assert self.outcome is not None
+        self._socket.send(
+            node,
+            {
+                "type": "leave",
+                "exit_code": self.outcome.exit_code,
+                "reason": self.outcome.reason,
+            },
+        )
+
+    def _broadcast(self, message: Message) -> None:
+        for member in self._members.values():
+            if not member.lost:
+                self._socket.send(member.node, message)
+
+    def close(self) -> None:
+        """Close the ledger."""
+        if self._ledger is not None:
+            self._ledger.close()

@@ -1,0 +1,62 @@
+"""`python -m air_hpc.agent RUN_DIR`: one srun task a node (or the only one of a local run).
+
+Handlers come before everything else, before any import that takes long: Slurm signals every process
+of the step, and a signal without a handler kills. A handler only writes a byte into a pipe, which
+the loop of `attempt` reads.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+import traceback
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)
+
+
+class SignalPipe:
+    """Signals as bytes in a pipe: the only thing a handler does is to set a flag."""
+
+    def __init__(self) -> None:
+        self.fd, self._write_end = os.pipe()
+        os.set_blocking(self.fd, False)
+        os.set_blocking(self._write_end, False)
+        signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
+        for number in STOP_SIGNALS:
+            signal.signal(number, lambda *_: None)
+        for number in (signal.SIGUSR1, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
+
+    def read(self) -> list[str]:
+        """The names of stop signals that arrived, in order."""
+        try:
+            data = os.read(self.fd, 4096)
+        except BlockingIOError:
+            return []
+        return [signal.Signals(byte).name for byte in data if byte in STOP_SIGNALS]
+
+
+def say(text: str) -> None:
+    """One line to the batch log, with the time and the node."""
+    node = os.environ.get("SLURMD_NODENAME", "local")
+    stamp = time.strftime("%H:%M:%S")
+    print(f"{stamp} [air_hpc {node}] {text}", file=sys.stderr, flush=True)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the agent of this node; returns its exit code."""
+    signals = SignalPipe()
+    from air_hpc.agent.attempt import run_agent
+    from air_hpc.errors import EXIT_ENVIRONMENT, AirHpcError
+
+    try:
+        return run_agent(sys.argv[1:] if argv is None else argv, signals)
+    except AirHpcError as error:
+        say(f"{type(error).__name__}: {error}")
+        return error.exit_code
+    except Exception:
+        say("the agent failed; this is a defect of air_hpc:")
+        traceback.print_exc()
+        return EXIT_ENVIRONMENT

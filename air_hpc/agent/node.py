@@ -1,0 +1,217 @@
+"""One node's part: says hello, starts the workers it is told to, reports them, obeys, leaves.
+
+The node agent decides nothing about the run. It renews its workers' lease with every heartbeat that
+the coordinator acknowledges; when none was for `lease_s`, the coordinator is gone or this node is
+cut off: the workers are killed and the agent leaves.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from air_hpc.agent.channel import Message
+from air_hpc.agent.environment import JobContext
+from air_hpc.agent.starters import Starter
+from air_hpc.agent.workers import GenerationStart, WorkerGroup
+from air_hpc.config.spec import RecoverySpec
+from air_hpc.errors import EXIT_ENVIRONMENT
+from air_hpc.rundir.layout import RunDir
+from air_hpc.session.messages import Message as WorkerMessage
+
+HELLO_INTERVAL_S = 0.5
+FORWARDED = frozenset(
+    {
+        WorkerMessage.RESUMED,
+        WorkerMessage.TRAINING_STARTED,
+        WorkerMessage.COMMITTED,
+        WorkerMessage.SAVE_FAILED,
+        WorkerMessage.CHECKPOINT_BAD,
+        WorkerMessage.MEASURED,
+    }
+)
+
+
+class Uplink(Protocol):
+    """Where a node's messages go."""
+
+    def send(self, message: Message) -> None:
+        """Send one message to the coordinator."""
+        ...
+
+
+class NodeAgent:
+    """The state of one node. `exit_code` is None until the agent may leave."""
+
+    def __init__(
+        self,
+        context: JobContext,
+        run: RunDir,
+        recovery: RecoverySpec,
+        uplink: Uplink,
+        hello: Message,
+        starter: Starter,
+        worker_argv: Sequence[str],
+        worker_environ: Mapping[str, str],
+        *,
+        start_timeout_s: float,
+        say: Callable[[str], None],
+        on_coordinator_lost: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._context = context
+        self._run = run
+        self._recovery = recovery
+        self._uplink = uplink
+        self._hello = hello
+        self._starter = starter
+        self._argv = worker_argv
+        self._environ = worker_environ
+        self._say = say
+        self._on_coordinator_lost = on_coordinator_lost
+        self._clock = clock
+        self._deadline = clock() + start_timeout_s
+        self._next_hello = clock()
+        self._next_heartbeat = clock()
+        self._heard = clock()
+        self._sent: dict[int, float] = {}
+        self._sequence = 0
+        self._welcomed = False
+        self.group: WorkerGroup | None = None
+        self.exit_code: int | None = None
+
+    # -- from the coordinator ----------------------------------------------------------------------
+
+    def on_message(self, message: Message) -> None:
+        """Obey one message of the coordinator."""
+        handler = getattr(self, f"_on_{message['type']}", None)
+        if handler is not None:
+            handler(message)
+
+    def _on_welcome(self, message: Message) -> None:
+        if not self._welcomed:
+            self._welcomed = True
+            self._heard = self._clock()
+
+    def _on_ack(self, message: Message) -> None:
+        sent = self._sent.pop(message["sequence"], None)
+        if sent is not None:
+            self._heard = max(self._heard, sent)
+            if self.group is not None:
+                self.group.extend_lease(self._lease_until_ns())
+
+    def _lease_until_ns(self) -> int:
+        """The lease counts from when the acknowledged heartbeat was *sent*, by our clock."""
+        return int((self._heard + self._recovery.lease_s) * 1e9)
+
+    def _on_start(self, message: Message) -> None:
+        start = GenerationStart.from_json(message["start"])
+        if self.group is not None:
+            self.group.close()
+        try:
+            self.group = WorkerGroup(
+                self._run,
+                self._context.node,
+                start,
+                self._starter,
+                self._argv,
+                self._environ,
+                self._lease_until_ns(),
+            )
+        except OSError as error:
+            self._uplink.send({"type": "start_failed", "reason": f"{error}"})
+
+    def _on_stop(self, message: Message) -> None:
+        begun = -1 if self.group is None else self.group.set_stop_flag()
+        self._uplink.send({"type": "begun", "step": begun})
+
+    def _on_target(self, message: Message) -> None:
+        if self.group is not None:
+            self.group.set_target(message["step"])
+
+    def _on_kill(self, message: Message) -> None:
+        if self.group is not None:
+            self.group.kill()
+
+    def _on_leave(self, message: Message) -> None:
+        self._leave(message["exit_code"], message.get("reason", ""))
+
+    def _leave(self, exit_code: int, reason: str) -> None:
+        if reason:
+            self._say(reason)
+        if self.group is not None:
+            self.group.close()
+            self.group = None
+        self.exit_code = exit_code
+
+    def fds(self) -> list[int]:
+        """What the loop waits on for this node's workers."""
+        return [] if self.group is None else self.group.fds()
+
+    def close(self) -> None:
+        """Kill what is left of the workers and release everything."""
+        if self.group is not None:
+            self.group.close()
+            self.group = None
+        self._starter.close()
+
+    # -- from the outside and from the workers -----------------------------------------------------
+
+    def on_signal(self, name: str) -> None:
+        """Pass a signal of this node on: the coordinator answers it for the whole run."""
+        self._uplink.send({"type": "signal", "name": name})
+
+    def pump(self) -> None:
+        """Listen to the workers and report those that ended."""
+        if self.group is None:
+            return
+        self.group.pump(self._on_worker_message)
+        ended = self.group.reap()
+        if ended:
+            self.group.pump(self._on_worker_message)
+            self._uplink.send({"type": "ended", "workers": [worker.end() for worker in ended]})
+
+    def _on_worker_message(self, rank: int, message: dict[str, Any]) -> None:
+        if message["kind"] in FORWARDED:
+            self._uplink.send({"type": "worker", "rank": rank, "message": message})
+
+    # -- as time passes ----------------------------------------------------------------------------
+
+    def tick(self) -> None:
+        """Say hello until welcomed, then beat; leave when the coordinator is silent."""
+        now = self._clock()
+        if not self._welcomed:
+            self._tick_hello(now)
+            return
+        if now >= self._next_heartbeat:
+            self._beat(now)
+        if now - self._heard > self._recovery.lease_s:
+            self._say(
+                f"no word from the coordinator for {now - self._heard:.1f} s "
+                f"(recovery.lease_s={self._recovery.lease_s:g}): leaving"
+            )
+            if self.group is not None:
+                self.group.kill()
+            self._on_coordinator_lost()
+            self._leave(EXIT_ENVIRONMENT, "")
+
+    def _tick_hello(self, now: float) -> None:
+        if now >= self._next_hello:
+            self._uplink.send(self._hello)
+            self._next_hello = now + HELLO_INTERVAL_S
+        if now > self._deadline:
+            self._leave(
+                EXIT_ENVIRONMENT,
+                f"the coordinator on {self._context.nodes[0]} did not answer "
+                "within launch.start_timeout_s",
+            )
+
+    def _beat(self, now: float) -> None:
+        self._next_heartbeat = now + self._recovery.heartbeat_interval_s
+        self._sequence += 1
+        self._sent[self._sequence] = now
+        if len(self._sent) > 1000:
+            self._sent.pop(next(iter(self._sent)))
+        progress = {} if self.group is None else self.group.progress()
+        self._uplink.send({"type": "heartbeat", "sequence": self._sequence, **progress})

@@ -1,0 +1,209 @@
+"""How a worker process comes to be: exec of a new interpreter, or fork from a template.
+
+Both give a process that dies with its agent (PDEATHSIG), leads a process group of its own (so that
+it can be killed with its children), ignores the signals that Slurm sends to every process of the
+step (the agent alone answers them), and writes stdout and stderr to one pipe.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from air_hpc.session.process import IGNORED_SIGNALS, become_worker
+from air_hpc.session.template import FORK_CHUNK_BYTES
+
+
+@dataclass(frozen=True)
+class WorkerStart:
+    """Everything a starter needs to know. `inherited_fds` keep their numbers in the worker."""
+
+    argv: Sequence[str]
+    environ: Mapping[str, str]
+    inherited_fds: tuple[int, ...]
+    output_fd: int
+    affinity: frozenset[int] | None = None
+
+
+class Started(Protocol):
+    """A started worker."""
+
+    pid: int
+
+    def poll(self) -> int | None:
+        """The exit status (negative: killed by that signal), or None while it runs."""
+        ...
+
+    def kill(self) -> None:
+        """SIGKILL to the worker and its children."""
+        ...
+
+
+class Starter(Protocol):
+    """A way to start workers."""
+
+    def start(self, start: WorkerStart) -> Started:
+        """Start one; raises OSError."""
+        ...
+
+    def close(self) -> None:
+        """Release what the starter holds. Workers end with the agent anyway."""
+        ...
+
+
+def kill_group(pid: int) -> None:
+    """SIGKILL to a process group, if it is still there."""
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        return
+
+
+class _Executed:
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+        self.pid = process.pid
+
+    def poll(self) -> int | None:
+        return self._process.poll()
+
+    def kill(self) -> None:
+        kill_group(self.pid)
+
+
+class ExecStarter:
+    """Starts each worker as a new process of its own."""
+
+    def start(self, start: WorkerStart) -> Started:
+        """Start one; raises OSError when the command cannot be run."""
+        return _Executed(spawn_helper(start))
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
+def spawn_helper(start: WorkerStart, stdin: int = subprocess.DEVNULL) -> subprocess.Popen[bytes]:
+    """A child with the job's signals ignored, in its own group, that dies with this process.
+
+    The signals are blocked over the fork, so that none meets a handler in the child or a default
+    action between fork and exec: a pending one is discarded when it becomes ignored.
+    """
+    parent = os.getpid()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
+
+    def prepare() -> None:
+        become_worker(parent, start.affinity)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    try:
+        return subprocess.Popen(
+            list(start.argv),
+            env=dict(start.environ),
+            stdin=stdin,
+            stdout=start.output_fd,
+            stderr=start.output_fd,
+            pass_fds=start.inherited_fds,
+            start_new_session=True,
+            preexec_fn=prepare,
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+class ForkStarter:
+    """Forks workers from a template process that imported the engine's modules once.
+
+    The template (`air_hpc.session.template`) is this agent's child and the workers' parent: it dies
+    with the agent, and they with it. It refuses to fork when it is not single-threaded; that is an
+    OSError here, as a failed exec would be.
+    """
+
+    REPLY_TIMEOUT_S = 120.0
+
+    def __init__(self, argv: Sequence[str], environ: Mapping[str, str]) -> None:
+        """Start the template for workers of `argv` (`python -m module`); it imports meanwhile."""
+        python, _, module = argv
+        self._module = module
+        self._exits: dict[int, int] = {}
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._channel = ours
+        command = [python, "-m", "air_hpc.session.template", str(theirs.fileno()), module]
+        single = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        try:
+            self._template = spawn_helper(
+                WorkerStart(command, {**environ, **single}, (theirs.fileno(),), 2)
+            )
+        finally:
+            theirs.close()
+
+    def start(self, start: WorkerStart) -> Started:
+        """Fork one; raises OSError when the template refuses or is gone."""
+        request = {
+            "environ": dict(start.environ),
+            "affinity": sorted(start.affinity) if start.affinity else None,
+        }
+        fds = [*start.inherited_fds, start.output_fd]
+        payload = json.dumps(request).encode()
+        self._channel.settimeout(self.REPLY_TIMEOUT_S)
+        socket.send_fds(self._channel, [len(payload).to_bytes(4, "big")], fds)
+        for offset in range(0, len(payload), FORK_CHUNK_BYTES):
+            self._channel.send(payload[offset : offset + FORK_CHUNK_BYTES])
+        while True:
+            reply = self._receive()
+            if reply is None:
+                raise OSError("the template process ended")
+            if "error" in reply:
+                raise OSError(str(reply["error"]))
+            if "pid" in reply:
+                return _Forked(self, int(reply["pid"]))
+
+    def _receive(self) -> dict[str, int | str] | None:
+        """The next word of the template; exits are noted on the way."""
+        data = self._channel.recv(FORK_CHUNK_BYTES)
+        if not data:
+            return None
+        reply: dict[str, int | str] = json.loads(data)
+        if "exited" in reply:
+            self._exits[int(reply["exited"])] = int(reply["status"])
+        return reply
+
+    def exit_of(self, pid: int) -> int | None:
+        """The exit status of a worker, or None while it runs. A dead template killed them all."""
+        self._channel.setblocking(False)
+        try:
+            while self._receive() is not None:
+                pass
+        except (BlockingIOError, OSError):
+            pass
+        if pid not in self._exits and self._template.poll() is not None:
+            self._exits[pid] = -signal.SIGKILL
+        return self._exits.get(pid)
+
+    def close(self) -> None:
+        """End the template, and with it what is left of the workers."""
+        self._channel.close()
+        kill_group(self._template.pid)
+        self._template.wait()
+
+
+class _Forked:
+    def __init__(self, starter: ForkStarter, pid: int) -> None:
+        self._starter = starter
+        self.pid = pid
+
+    def poll(self) -> int | None:
+        return self._starter.exit_of(self.pid)
+
+    def kill(self) -> None:
+        kill_group(self.pid)
+
+
+def make_starter(name: str, argv: Sequence[str], environ: Mapping[str, str]) -> Starter:
+    """The starter that `launch.starter` names."""
+    return ForkStarter(argv, environ) if name == "fork" else ExecStarter()

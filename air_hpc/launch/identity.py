@@ -1,0 +1,45 @@
+"""The names of runs, sweeps and submissions.
+
+A run's id is readable and unique, and is fixed before anything is submitted. The key of a
+submission stands at the end of the job's *name*: squeue and sacct both keep the name (a comment is
+lost in most sites' accounting), so a submission that got no answer can be looked up by it.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+
+MAX_LABEL = 40
+"""Of the readable part; with the rest it stays below what accounting keeps of a job's name."""
+
+
+def run_id(model: str, *, now: float | None = None, unique: str | None = None) -> str:
+    """`<model>-<yymmdd>-<hhmmss>-<6 hex digits>`, in local time."""
+    return f"{label(model)}-{_stamp(now)}-{unique or secrets.token_hex(3)}"
+
+
+def sweep_id(*, now: float | None = None, unique: str | None = None) -> str:
+    """`sweep-<yymmdd>-<hhmmss>-<6 hex digits>`, in local time."""
+    return f"sweep-{_stamp(now)}-{unique or secrets.token_hex(3)}"
+
+
+def submission_key() -> str:
+    """Ten random hexadecimal digits: what makes a job's name this submission's alone."""
+    return secrets.token_hex(5)
+
+
+def job_name(name: str, key: str, part: str = "") -> str:
+    """The job's name: the user's label (his own words, whole), the key, and which part of it."""
+    return f"{name}-{key}{part}"
+
+
+def label(text: str) -> str:
+    """`text` as a piece of a file name: letters, digits, `_`, `.` and `-`."""
+    cleaned = re.sub(r"[^A-Za-z0-9_.-]+", "-", text).strip("-.")
+    return cleaned[:MAX_LABEL].rstrip("-.") or "run"
+
+
+def _stamp(now: float | None) -> str:
+    return time.strftime("%y%m%d-%H%M%S", time.localtime(now))

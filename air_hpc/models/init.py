@@ -1,0 +1,82 @@
+"""Initial weights: the same on any world size, mesh and order of building.
+
+Each parameter is drawn by a generator of its own, seeded by (seed, parameter name), on the device
+the parameter lives on. So a sharded parameter is drawn whole, cut, and the rest let go, without
+one word between ranks, and the largest thing ever held is one whole parameter. The numbers are
+equal on every world size; a CPU and a GPU draw different ones.
+
+Matrices are normal with `init_std`, those that end in the residual stream (wo, w2) with
+init_std / sqrt(2 · layers) (GPT-2, section 2.3), norm weights are one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from air_hpc.config.spec import ModelSpec
+from air_hpc.models.llama import Llama
+
+
+def on_meta(model: ModelSpec, sequence_length: int) -> Llama:
+    """The model with shapes and no storage."""
+    with torch.device("meta"):
+        return Llama(model, sequence_length)
+
+
+def seed_of(seed: int, *labels: str | int) -> int:
+    """A 63-bit seed from a seed and labels; equal in every process and on every machine."""
+    text = "\x1f".join(str(part) for part in (seed, *labels))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def initialize(model: nn.Module, spec: ModelSpec, seed: int, device: torch.device) -> None:
+    """Give `model`, on meta or not, sharded or not, storage on `device` and its first weights."""
+    if any(tensor.is_meta for tensor in model.parameters()):
+        model.to_empty(device=device)
+    else:
+        model.to(device)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            values = _values(name, parameter, spec, seed)
+            if isinstance(parameter, DTensor):
+                _local_part(parameter).copy_(_cut(values, parameter))
+            else:
+                parameter.copy_(values)
+    for module in model.modules():
+        if isinstance(module, Llama):
+            module.reset_table()
+
+
+def _values(name: str, parameter: Tensor, spec: ModelSpec, seed: int) -> Tensor:
+    if parameter.dim() == 1:
+        return torch.ones(parameter.shape, device=parameter.device, dtype=parameter.dtype)
+    std = spec.init_std
+    if name.endswith(("attention.wo.weight", "feed_forward.w2.weight")):
+        std /= (2 * spec.layers) ** 0.5
+    generator = torch.Generator(parameter.device).manual_seed(seed_of(seed, "init", name))
+    values = torch.empty(parameter.shape, device=parameter.device, dtype=torch.float32)
+    return values.normal_(0.0, std, generator=generator).to(parameter.dtype)
+
+
+def _local_part(parameter: DTensor) -> Tensor:
+    return parameter.to_local()
+
+
+def _cut(values: Tensor, parameter: DTensor) -> Tensor:
+    """This rank's part of `values`, in the order in which the mesh dimensions cut it."""
+    mesh = parameter.device_mesh
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return values.new_empty(0)
+    for mesh_dim, placement in enumerate(parameter.placements):
+        if isinstance(placement, Shard):
+            pieces = torch.chunk(values, mesh.size(mesh_dim), dim=placement.dim)
+            index = coordinate[mesh_dim]
+            # Where there are fewer rows than ranks, the last ranks hold none.
+            none = values.narrow(placement.dim, 0, 0)
+            values = pieces[index] if index < len(pieces) else none
+    return values

@@ -1,0 +1,137 @@
+"""Makes the Plan of a RunSpec: every `auto` resolved, every figure that follows, every problem.
+
+Arithmetic only, no I/O beyond asking how many processors this machine has. Nothing here guesses a
+step time: that takes a calibration.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from pathlib import Path
+
+from air_hpc.config.spec import RunSpec
+from air_hpc.errors import Problem
+from air_hpc.plan.flops import count_parameters, flops_per_token
+from air_hpc.plan.memory import memory_per_rank, state_bytes
+from air_hpc.plan.mesh import largest_divisor, nearest_divisors, resolve_mesh
+from air_hpc.plan.types import Mesh, Plan
+from air_hpc.plan.validity import check_spec, depends_on
+
+AUTO_MICRO_BATCH_MAX = 8
+"""The most sequences that `train.micro_batch_size=auto` puts into one forward."""
+
+_LEAD_BASE_S = 60.0
+_SAVE_BYTES_PER_S_PER_NODE = 1e9
+
+_MESH_KEYS = ("parallelism", "launch.nodes", "launch.devices_per_node")
+_BATCH_KEYS = (*_MESH_KEYS, "train.global_batch_size", "train.micro_batch_size")
+
+
+def make_plan(
+    spec: RunSpec, *, local_cpu_count: int | None = None, unsure: Collection[str] = ()
+) -> tuple[Plan | None, list[Problem]]:
+    """The Plan, or None where a problem stands in its way; and all problems, warnings among them.
+
+    `local_cpu_count`: processors of this machine (asked for when None), which only
+    `cluster.kind=local` needs. `unsure`: keys that already have a problem and so hold a default;
+    nothing is said about what depends on them.
+    """
+    problems = check_spec(spec, unsure)
+    mesh, mesh_problems = resolve_mesh(spec)
+    if not depends_on(_MESH_KEYS, unsure):
+        problems += mesh_problems
+    micro_batch_size = 1
+    if mesh is not None:
+        micro_batch_size, batch_problems = _micro_batch(spec, mesh)
+        if not depends_on(_BATCH_KEYS, unsure):
+            problems += batch_problems
+    if mesh is None or unsure or any(not problem.warning for problem in problems):
+        return None, problems
+    return _plan(spec, mesh, micro_batch_size, local_cpu_count), problems
+
+
+def _plan(spec: RunSpec, mesh: Mesh, micro_batch_size: int, local_cpu_count: int | None) -> Plan:
+    rank_batch = spec.train.global_batch_size // mesh.data_parallel_size
+    return Plan(
+        mesh=mesh,
+        nodes=spec.launch.nodes,
+        devices_per_node=spec.launch.devices_per_node,
+        micro_batch_size=micro_batch_size,
+        accumulation_steps=rank_batch // micro_batch_size,
+        tokens_per_step=spec.train.global_batch_size * spec.data.sequence_length,
+        counts=count_parameters(spec.model),
+        flops_per_token=flops_per_token(spec.model, spec.data.sequence_length),
+        memory_per_rank=memory_per_rank(spec, mesh, micro_batch_size),
+        peak_flops_per_device=spec.accelerator.peak(spec.train.precision),
+        lead_s=lead_s(spec),
+        threads_per_worker=threads_per_worker(spec, local_cpu_count),
+        tracking_uri=tracking_uri(spec),
+    )
+
+
+def _micro_batch(spec: RunSpec, mesh: Mesh) -> tuple[int, list[Problem]]:
+    total, size = spec.train.global_batch_size, mesh.data_parallel_size
+    if total % size:
+        low = total - total % size
+        near = " or ".join(str(batch) for batch in (low, low + size) if batch)
+        message = f"the batch ({total}) does not divide over {size} data-parallel ranks"
+        allowed = f"a multiple of {size}"
+        hint = f"Nearest that work: {near}"
+        return 1, [Problem("train.global_batch_size", str(total), message, allowed, hint)]
+    rank_batch = total // size
+    asked = spec.train.micro_batch_size
+    if asked == "auto":
+        return largest_divisor(rank_batch, AUTO_MICRO_BATCH_MAX), []
+    if rank_batch % asked:
+        message = (
+            f"micro-batches of {asked} do not make up a rank's {rank_batch} sequences"
+            f" (train.global_batch_size {total} over {size} data-parallel ranks)"
+        )
+        hint = f"Nearest that work: {nearest_divisors(rank_batch, asked)}"
+        allowed = f"auto or a divisor of {rank_batch}"
+        return 1, [Problem("train.micro_batch_size", str(asked), message, allowed, hint)]
+    return asked, []
+
+
+def lead_s(spec: RunSpec) -> float:
+    """How long ahead of the time limit the run is told to save, in seconds.
+
+    `auto` is 60 s to agree and to finish the step, what the site takes between its signals
+    (`cluster.grace_s`), and the time to write the state at 1 GB/s a node; but never more than half
+    of the limit, so that a short run still trains.
+    """
+    if spec.launch.lead_s != "auto":
+        return spec.launch.lead_s
+    write_s = state_bytes(spec) / (_SAVE_BYTES_PER_S_PER_NODE * spec.launch.nodes)
+    lead = _LEAD_BASE_S + spec.cluster.grace_s + write_s
+    if spec.launch.time_limit_min is not None:
+        lead = min(lead, 30.0 * spec.launch.time_limit_min)
+    return lead
+
+
+def threads_per_worker(spec: RunSpec, local_cpu_count: int | None = None) -> int:
+    """Threads of one worker: as asked, else its processors, else its share of this machine."""
+    if spec.train.threads_per_worker != "auto":
+        return spec.train.threads_per_worker
+    if spec.launch.cpus_per_device is not None:
+        return spec.launch.cpus_per_device
+    if spec.cluster.kind != "local":
+        return 1
+    cores = local_cpu_count if local_cpu_count is not None else len(os.sched_getaffinity(0))
+    return max(1, cores // spec.launch.devices_per_node)
+
+
+def tracking_uri(spec: RunSpec) -> str | None:
+    """Where metrics are shipped; None keeps the spool alone.
+
+    `auto` is a SQLite file in the runs folder on this machine. On a cluster it is None: many jobs
+    would write that one file over NFS, where SQLite's locks do not hold.
+    """
+    uri = spec.tracking.uri
+    if uri != "auto":
+        return uri
+    if spec.cluster.kind != "local":
+        return None
+    runs_dir = Path(spec.runs_dir).expanduser().absolute()
+    return f"sqlite:///{runs_dir / 'mlflow.db'}"

@@ -1,0 +1,244 @@
+"""Checks across keys: what no single field can know. Pure functions from a RunSpec to Problems.
+
+Each check says which keys it reads. Where one of those already has a problem of its own, the check
+is skipped: it would speak about a default that nobody asked for.
+"""
+
+from __future__ import annotations
+
+import urllib.parse
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from typing import get_args
+
+from air_hpc.config.spec import RunSpec
+from air_hpc.errors import Problem, nearest
+from air_hpc.hardware.accelerator import Precision
+from air_hpc.plan.mesh import nearest_divisors
+
+Check = Callable[[RunSpec], Iterable[Problem]]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A check and the keys (or sections) it reads."""
+
+    reads: tuple[str, ...]
+    check: Check
+
+
+def check_spec(spec: RunSpec, unsure: Collection[str] = ()) -> list[Problem]:
+    """Every problem across keys; checks that read an `unsure` key are left out."""
+    rules = (rule for rule in RULES if not depends_on(rule.reads, unsure))
+    return [problem for rule in rules for problem in rule.check(spec)]
+
+
+def depends_on(reads: Collection[str], unsure: Collection[str]) -> bool:
+    """Whether any key or section of `reads` is, holds or lies in one of the `unsure` keys."""
+    return any(_overlap(key, read) for key in unsure for read in reads)
+
+
+def _overlap(one: str, other: str) -> bool:
+    return one == other or one.startswith(f"{other}.") or other.startswith(f"{one}.")
+
+
+def _divides(key: str, degree: int, whole: int, name: str) -> Iterable[Problem]:
+    if whole % degree:
+        yield Problem(
+            key,
+            str(degree),
+            f"{key.rpartition('.')[2]} ({degree}) does not divide {name} ({whole})",
+            f"a divisor of {whole}",
+            f"Nearest that work: {nearest_divisors(whole, degree)}",
+        )
+
+
+def _model_shape(spec: RunSpec) -> Iterable[Problem]:
+    model = spec.model
+    yield from _divides("model.heads", model.heads, model.dim, "model.dim")
+    yield from _divides("model.kv_heads", model.kv_heads, model.heads, "model.heads")
+    if model.dim % model.heads == 0 and model.head_dim % 2:
+        yield Problem(
+            "model.heads",
+            str(model.heads),
+            f"model.dim ({model.dim}) over model.heads ({model.heads}) is a head of"
+            f" {model.head_dim}, and rotary embeddings turn pairs",
+            "an even head width",
+        )
+
+
+def _degrees(spec: RunSpec) -> Iterable[Problem]:
+    model, degrees = spec.model, spec.parallelism
+    tp, pp, cp = degrees.tp, degrees.pp, degrees.cp
+    yield from _divides("parallelism.tp", tp, model.heads, "model.heads")
+    yield from _divides("parallelism.tp", tp, model.kv_heads, "model.kv_heads")
+    yield from _divides("parallelism.tp", tp, model.vocab_size, "model.vocab_size")
+    yield from _divides("parallelism.tp", tp, model.ffn_dim, "model.ffn_dim")
+    yield from _divides("parallelism.cp", cp, spec.data.sequence_length, "data.sequence_length")
+    if pp > model.layers:
+        message = f"pp ({pp}) is more stages than model.layers ({model.layers})"
+        yield Problem("parallelism.pp", str(pp), message, f"at most {model.layers}")
+
+
+def _engine(spec: RunSpec) -> Iterable[Problem]:
+    for axis in ("tp", "pp", "cp", "ep"):
+        degree = getattr(spec.parallelism, axis)
+        if degree > 1:
+            yield Problem(
+                f"parallelism.{axis}",
+                str(degree),
+                f"engine={spec.engine.name} of this version trains with {axis} 1 only",
+                "1",
+                "Use dp_replicate and dp_shard (parallelism=ddp, fsdp or hsdp)",
+            )
+
+
+def _accelerator(spec: RunSpec) -> Iterable[Problem]:
+    device, precision = spec.accelerator, spec.train.precision
+    if precision in device.unsupported_precisions:
+        others = [p for p in ("fp32", "bf16") if p not in device.unsupported_precisions]
+        message = f"accelerator={device.name} has no {precision}"
+        yield Problem("train.precision", precision, message, ", ".join(others))
+    elif device.peak(precision) is None and device.peak_source == "datasheet":
+        yield Problem(
+            f"accelerator.peak_flops.{precision}",
+            "null",
+            f"no {precision} peak is known for accelerator={device.name}, so no MFU is shown",
+            hint=f"To have one, set it in FLOP/s (dense, one device) in accelerator/"
+            f"{device.name}.yaml: peak_flops: {{{precision}: <FLOP/s>}}",
+            warning=True,
+        )
+
+
+def _accelerator_figures(spec: RunSpec) -> Iterable[Problem]:
+    device = spec.accelerator
+    known = get_args(Precision)
+    for precision, peak in device.peak_flops.items():
+        key = f"accelerator.peak_flops.{precision}"
+        if precision not in known:
+            hint = nearest(precision, known)
+            yield Problem(key, f"{peak:g}", "unknown precision", ", ".join(known), hint)
+        elif peak <= 0:
+            yield Problem(key, f"{peak:g}", "a peak in FLOP/s", "above 0, or leave it out")
+    for name in ("memory_bytes", "memory_bandwidth_bytes_per_s", "scale_up_bytes_per_s"):
+        value = getattr(device, name)
+        if value is not None and value <= 0:
+            yield Problem(f"accelerator.{name}", str(value), "out of range", "above 0 or null")
+    ceiling = device.matmul_ceiling
+    if ceiling is not None and not 0 < ceiling <= 1:
+        message = "a part of the peak"
+        yield Problem("accelerator.matmul_ceiling", f"{ceiling:g}", message, "above 0, at most 1")
+
+
+def _schedule(spec: RunSpec) -> Iterable[Problem]:
+    warmup, steps = spec.schedule.warmup_steps, spec.train.steps
+    if warmup >= steps:
+        message = f"warm-up ({warmup} steps) leaves nothing of train.steps ({steps})"
+        yield Problem("schedule.warmup_steps", str(warmup), message, f"below {steps}")
+    elif spec.schedule.name == "wsd":
+        decay = round(spec.schedule.decay_ratio * steps)
+        if warmup + decay > steps:
+            yield Problem(
+                "schedule.decay_ratio",
+                str(spec.schedule.decay_ratio),
+                f"warm-up ({warmup}) and decay ({decay}) are more than train.steps ({steps})",
+                f"at most {(steps - warmup) / steps:.3g}",
+            )
+
+
+def _time_limit(spec: RunSpec) -> Iterable[Problem]:
+    limit_min, lead_s = spec.launch.time_limit_min, spec.launch.lead_s
+    if limit_min is None or lead_s == "auto":
+        return
+    if lead_s >= 60 * limit_min:
+        yield Problem(
+            "launch.lead_s",
+            f"{lead_s:g}",
+            f"the save ahead of the limit begins before the run: launch.time_limit_min"
+            f" {limit_min} is {60 * limit_min} s",
+            f"below {60 * limit_min}",
+        )
+
+
+def _heartbeat(spec: RunSpec) -> Iterable[Problem]:
+    recovery = spec.recovery
+    if recovery.heartbeat_timeout_s <= recovery.heartbeat_interval_s:
+        yield Problem(
+            "recovery.heartbeat_timeout_s",
+            f"{recovery.heartbeat_timeout_s:g}",
+            f"a member would be given up before its next heartbeat"
+            f" (recovery.heartbeat_interval_s {recovery.heartbeat_interval_s:g})",
+            f"above {recovery.heartbeat_interval_s:g}",
+        )
+    if recovery.lease_s <= recovery.heartbeat_timeout_s:
+        yield Problem(
+            "recovery.lease_s",
+            f"{recovery.lease_s:g}",
+            f"workers would stop writing before their node is given up"
+            f" (recovery.heartbeat_timeout_s {recovery.heartbeat_timeout_s:g})",
+            f"above {recovery.heartbeat_timeout_s:g}",
+        )
+
+
+def _container(spec: RunSpec) -> Iterable[Problem]:
+    container = spec.cluster.container
+    if container.kind != "none" and container.image is None:
+        message = f"container.kind={container.kind} needs an image"
+        yield Problem("cluster.container.image", "null", message, "a path or a name of an image")
+    if spec.cluster.venv is not None and spec.cluster.conda_env is not None:
+        message = f"cluster.conda_env ({spec.cluster.conda_env}) is set as well"
+        yield Problem("cluster.venv", spec.cluster.venv, message, "one of the two")
+
+
+def _local_nodes(spec: RunSpec) -> Iterable[Problem]:
+    if spec.cluster.kind == "local" and spec.launch.nodes > 1:
+        yield Problem(
+            "launch.nodes",
+            str(spec.launch.nodes),
+            f"cluster={spec.cluster.name} is one machine",
+            "1",
+            "Raise launch.devices_per_node, or choose cluster=slurm",
+        )
+
+
+_STORE_SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks")
+
+
+def _tracking(spec: RunSpec) -> Iterable[Problem]:
+    uri = spec.tracking.uri
+    if uri is None or uri in ("auto", "databricks"):
+        return
+    allowed = "auto, null, https://..., http://..., sqlite:///<path>, a database, databricks"
+    scheme, colon, _ = uri.partition(":")
+    base = scheme.split("+")[0].lower()
+    if not colon or base == "file":
+        hint = f"For a local store write sqlite:///{uri.removeprefix('file:').lstrip('/')}.db"
+        message = "a store of plain files, which MLflow no longer takes"
+        yield Problem("tracking.uri", uri, message, allowed, hint)
+    elif base not in _STORE_SCHEMES:
+        hint = nearest(base, _STORE_SCHEMES)
+        yield Problem("tracking.uri", uri, f"MLflow has no store for {base}:", allowed, hint)
+    elif urllib.parse.urlsplit(uri).password is not None:
+        hidden = uri.replace(f":{urllib.parse.urlsplit(uri).password}@", ":***@")
+        yield Problem(
+            "tracking.uri",
+            hidden,
+            "a password here would be written into run.yaml and logs",
+            "an address without a password",
+            "Set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD where the run starts",
+        )
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(("model",), _model_shape),
+    Rule(("model", "parallelism", "data.sequence_length"), _degrees),
+    Rule(("parallelism", "engine"), _engine),
+    Rule(("accelerator", "train.precision"), _accelerator),
+    Rule(("accelerator",), _accelerator_figures),
+    Rule(("schedule", "train.steps"), _schedule),
+    Rule(("launch.time_limit_min", "launch.lead_s"), _time_limit),
+    Rule(("recovery",), _heartbeat),
+    Rule(("cluster",), _container),
+    Rule(("cluster", "launch.nodes"), _local_nodes),
+    Rule(("tracking.uri",), _tracking),
+)

@@ -1,0 +1,98 @@
+"""From how the workers of a generation ended to one failure class and one line of evidence.
+
+The first failing rank is found by time, not by who printed last: when one worker dies, the others
+see their connections break a moment later, so an end that looks like the network's counts only
+where no other kind is among the first ones.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from air_hpc.rundir.words import FailureClass
+
+
+@dataclass(frozen=True)
+class WorkerEnd:
+    """How one worker ended; `arrived` orders the ends, `last_words` closed its session."""
+
+    rank: int
+    node: str
+    exit_status: int | None
+    phase: str
+    done_step: int
+    last_words: Mapping[str, Any] | None
+    arrived: float
+
+    @property
+    def finished(self) -> bool:
+        """Whether it did all its steps."""
+        return self._said("finished")
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it left at the agreed step."""
+        return self._said("stopped")
+
+    def _said(self, kind: str) -> bool:
+        return (
+            self.exit_status == 0
+            and self.last_words is not None
+            and self.last_words.get("kind") == kind
+        )
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended in any other way."""
+        return not (self.finished or self.stopped)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The end that started it all."""
+
+    failure_class: FailureClass
+    evidence: str
+    phase: str
+    rank: int
+
+
+def classify(end: WorkerEnd) -> Failure:
+    """The class and the line of evidence of one failed worker."""
+    where = f"rank {end.rank} on {end.node}"
+    words = end.last_words
+    if words is not None and words.get("kind") == "error":
+        try:
+            failure_class = FailureClass(str(words.get("failure_class")))
+        except ValueError:
+            failure_class = FailureClass.UNKNOWN
+        text = f"{words.get('type')}: {words.get('message')}"
+        return Failure(failure_class, f"{where}: {text}", end.phase, end.rank)
+    status = end.exit_status
+    if status is not None and status < 0:
+        name = signal.Signals(-status).name if -status in _SIGNALS else f"signal {-status}"
+        text = f"killed by {name} in phase {end.phase}"
+        if status == -signal.SIGKILL:
+            text += " (by hand, or out of memory: see the kernel's log)"
+        return Failure(FailureClass.UNKNOWN, f"{where}: {text}", end.phase, end.rank)
+    text = f"ended with exit status {status} in phase {end.phase} without a word"
+    return Failure(FailureClass.UNKNOWN, f"{where}: {text}", end.phase, end.rank)
+
+
+_SIGNALS = {int(number) for number in signal.Signals}
+
+
+def first_failure(ends: Sequence[WorkerEnd]) -> Failure | None:
+    """The failure that the others followed from, or None when no worker failed."""
+    failures = [
+        classify(end) for end in sorted(ends, key=lambda e: (e.arrived, e.rank)) if end.failed
+    ]
+    if not failures:
+        return None
+    return next(
+        (failure for failure in failures if failure.failure_class is not FailureClass.NETWORK),
+        failures[0],
+    )

@@ -1,0 +1,200 @@
+"""What a worker process does, and what it says when it fails.
+
+Exit code 0: all steps done, or stopped as agreed with the state saved. Everything else is a
+failure, told to the agent with its class before the process leaves; the agent decides what comes
+of it. A failing worker leaves by `os._exit`: a background save may be waiting for a rank that
+will not answer, and must not hold the process.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import traceback
+from typing import NoReturn
+
+from air_hpc.errors import EXIT_ENVIRONMENT, EXIT_OK, AirHpcError, BadInput, EnvironmentFailure
+from air_hpc.plan.frozen import FrozenRun, read_run_yaml
+from air_hpc.rundir.fence import Fenced
+from air_hpc.rundir.words import FailureClass
+from air_hpc.session.messages import Message
+from air_hpc.session.session import Session
+
+_LOST_PEER = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Read error",
+    "Timed out waiting",
+    "wait timeout after",
+    "NCCL error",
+    "ncclRemoteError",
+    "ncclSystemError",
+)
+_STORAGE = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EROFS}
+_MISTAKES = (
+    TypeError,
+    ValueError,
+    AttributeError,
+    NameError,
+    LookupError,
+    ArithmeticError,
+    AssertionError,
+    NotImplementedError,
+)
+"""What a program raises when it is wrong: it will be wrong again."""
+
+
+def main() -> int:
+    """Train the run that the environment names; returns the exit code or leaves with it."""
+    try:
+        session = Session.attach()
+    except AirHpcError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_ENVIRONMENT
+    try:
+        return _work(session)
+    except BaseException as error:
+        _leave(session, error)
+
+
+def _work(session: Session) -> int:
+    with session.phase("init"):
+        frozen = read_run_yaml(
+            session.run.run_yaml.read_text(encoding="utf-8"), str(session.run.run_yaml)
+        )
+        _import_torch()
+        return _train(session, frozen)
+
+
+def _import_torch() -> None:
+    try:
+        import torch
+    except ImportError as error:
+        raise EnvironmentFailure(
+            f"torch cannot be imported: {error}",
+            tried=sys.executable,
+            next_step="install air_hpc[train], or set cluster.venv, cluster.modules or "
+            "cluster.container to an environment that has torch",
+        ) from error
+    from air_hpc.train.setup import torch_warning
+
+    warning = torch_warning(torch.__version__)
+    if warning is not None:
+        print(f"warning: {warning}", file=sys.stderr)
+
+
+def _train(session: Session, frozen: FrozenRun) -> int:
+    import torch
+
+    from air_hpc.parallel.world import start_world, stop_world
+    from air_hpc.train.loop import train
+
+    spec, plan, env = frozen.spec, frozen.plan, session.env
+    torch.set_num_threads(plan.threads_per_worker)
+    world = start_world(
+        plan.mesh,
+        rank=env.rank,
+        local_rank=env.local_rank,
+        world_size=env.world_size,
+        kind=spec.accelerator.kind,
+        timeout_s=spec.train.collective_timeout_s,
+    )
+    peak = tell_peak(session, frozen, world)
+    ended = train(session, spec, plan, world, peak)
+    stop_world()
+    return EXIT_OK if ended.saved else EXIT_ENVIRONMENT
+
+
+def tell_peak(session: Session, frozen: FrozenRun, world: object) -> float | None:
+    """Find the peak of a device on rank 0, tell the agent and the other ranks. Collective."""
+    import torch
+
+    from air_hpc.checkpoint.ranks import Ranks
+    from air_hpc.config.accelerators import load_accelerators
+    from air_hpc.parallel.world import World
+    from air_hpc.train.peak import Peak, find_peak
+
+    assert isinstance(world, World)
+    spec = frozen.spec
+    peak: Peak | None = None
+    if world.rank == 0:
+        peak = find_peak(
+            spec.accelerator,
+            load_accelerators(),
+            spec.train.precision,
+            world.device,
+            session.env.local_world_size,
+            session.run.shared_dir / "calibrations",
+        )
+        if peak.note:
+            print(peak.note, file=sys.stderr)
+        session.note(
+            Message.MEASURED,
+            peak_flops_per_device=peak.flops_per_device,
+            peak_source=peak.source,
+            peak_note=peak.note,
+            device=peak.device,
+            precision=spec.train.precision,
+            threads=torch.get_num_threads(),
+            world_size=world.world_size,
+            torch=torch.__version__,
+        )
+    ranks = Ranks(world.rank, world.world_size, world.device, world.control)
+    told: float | None = ranks.tell(None if peak is None else peak.flops_per_device)
+    return told
+
+
+def _leave(session: Session, error: BaseException) -> NoReturn:
+    text = "".join(traceback.format_exception(error))
+    expected = isinstance(error, AirHpcError)
+    print(f"error: {error}" if expected else text, file=sys.stderr)
+    code = error.exit_code if isinstance(error, AirHpcError) else 1
+    try:
+        failure_class = classify(error)
+        session.failed(error, traceback=text, failure_class=failure_class.value)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code or 1)
+
+
+def classify(error: BaseException) -> FailureClass:
+    """The failure class that an exception of a worker speaks for.
+
+    gloo and NCCL raise plain RuntimeErrors, known by their text only.
+    """
+    from air_hpc.checkpoint.loader import NoUsableCheckpoint
+    from air_hpc.checkpoint.saver import SavesFail
+
+    by_type: list[tuple[type[BaseException], FailureClass]] = [
+        (Fenced, FailureClass.FENCED),
+        (SavesFail, FailureClass.STORAGE),
+        (NoUsableCheckpoint, FailureClass.CHECKPOINT),
+        (BadInput, FailureClass.USER_ERROR),
+        (EnvironmentFailure, FailureClass.ENVIRONMENT),
+        (MemoryError, FailureClass.HOST_MEMORY),
+        (ImportError, FailureClass.USER_ERROR),
+    ]
+    for kind, failure_class in by_type:
+        if isinstance(error, kind):
+            return failure_class
+    if isinstance(error, OSError):
+        stored = error.errno in _STORAGE
+        return FailureClass.STORAGE if stored else FailureClass.ENVIRONMENT
+    return _classify_by_text(error)
+
+
+def _classify_by_text(error: BaseException) -> FailureClass:
+    text = f"{type(error).__name__}: {error}"
+    if "OutOfMemoryError" in text or "CUDA out of memory" in text:
+        return FailureClass.DEVICE_MEMORY
+    if "can't allocate memory" in text or "DefaultCPUAllocator" in text:
+        return FailureClass.HOST_MEMORY
+    if any(piece in text for piece in _LOST_PEER):
+        return FailureClass.NETWORK
+    if "CUDA error" in text or "HIP error" in text:
+        return FailureClass.DEVICE
+    if isinstance(error, _MISTAKES):
+        return FailureClass.USER_ERROR
+    return FailureClass.UNKNOWN

@@ -1,0 +1,65 @@
+"""Optimizers and learning-rate schedules.
+
+A schedule is a pure function of the step: nothing of it is saved, and a resumed run cannot be a
+step off. Step 0 is the first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from air_hpc.config.spec import OptimizerSpec, ScheduleSpec
+
+
+def build_optimizer(
+    parameters: Iterable[nn.Parameter], spec: OptimizerSpec, device: torch.device
+) -> torch.optim.Optimizer:
+    """The optimizer of `spec` over two groups: matrices, which decay, and vectors, which do not."""
+    kept = [p for p in parameters if p.requires_grad]
+    groups = [
+        {"params": [p for p in kept if p.dim() >= 2], "weight_decay": spec.weight_decay},
+        {"params": [p for p in kept if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    if spec.name == "sgd":
+        return torch.optim.SGD(groups, lr=spec.lr, momentum=spec.momentum, foreach=True)
+    return torch.optim.AdamW(
+        groups,
+        lr=spec.lr,
+        betas=(spec.beta1, spec.beta2),
+        eps=spec.eps,
+        fused=device.type == "cuda",
+        foreach=device.type != "cuda",
+    )
+
+
+def learning_rate(step: int, steps: int, peak: float, schedule: ScheduleSpec) -> float:
+    """The learning rate of step `step` of `steps`.
+
+    Linear warm-up from peak / warmup_steps to `peak`; then `cosine` falls to min_lr_ratio · peak
+    at the last step (SGDR, arXiv 1608.03983, one period), `wsd` stays and falls linearly over the
+    last decay_ratio of all steps (arXiv 2404.06395), `constant` stays.
+    """
+    if step < schedule.warmup_steps:
+        return peak * (step + 1) / schedule.warmup_steps
+    if schedule.name == "constant":
+        return peak
+    begin = schedule.warmup_steps
+    if schedule.name == "wsd":
+        begin = max(begin, steps - max(1, round(schedule.decay_ratio * steps)))
+    if step < begin:
+        return peak
+    progress = min(1.0, (step - begin + 1) / max(1, steps - begin))
+    if schedule.name == "cosine":
+        progress = (1 - math.cos(math.pi * progress)) / 2
+    return peak * (1 - (1 - schedule.min_lr_ratio) * progress)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
+    """Use `value` for every group."""
+    for group in optimizer.param_groups:
+        group["lr"] = value

@@ -1,0 +1,85 @@
+"""The peak that MFU is measured against.
+
+A GPU has its data sheet's figure, if the name its driver reports is that of the accelerator the
+run was configured for; otherwise there is no peak and a line that says why. A CPU has none on
+paper: a large matmul with a worker's threads is measured once for each machine and kept in the
+runs folder. Where the workers of a node have more threads than it has cores, each can have only
+its share of what one reached alone, and the peak is scaled by cores / threads.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from air_hpc.hardware.accelerator import AcceleratorSpec, match_device
+from air_hpc.probes.matmul import calibrated_matmul, device_name
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Dense FLOP/s of one device, or None and why. `source`: datasheet, measured or unknown."""
+
+    flops_per_device: float | None
+    source: str
+    device: str
+    note: str = ""
+
+
+def datasheet_peak(
+    accelerator: AcceleratorSpec,
+    known: Iterable[AcceleratorSpec],
+    precision: str,
+    reported: str,
+) -> Peak:
+    """The configured accelerator's figure, if `reported` names it and no other more exactly."""
+    everyone = (*(a for a in known if a.name != accelerator.name), accelerator)
+    matched = match_device(reported, everyone)
+    shares_name = matched is not None and any(
+        name in matched.device_names and name in reported.lower()
+        for name in accelerator.device_names
+    )
+    if matched is None or not (matched.name == accelerator.name or shares_name):
+        found = "no accelerator known here" if matched is None else f"accelerator={matched.name}"
+        note = f"configured accelerator={accelerator.name}, but the device is {reported}: {found}"
+        return Peak(None, "unknown", reported, f"{note}. No MFU; set the accelerator that it is")
+    figure = accelerator.peak(precision)
+    if figure is None:
+        note = f"no {precision} peak is known for {accelerator.name}. No MFU; set "
+        return Peak(None, "unknown", reported, f"{note}accelerator.peak_flops.{precision}")
+    return Peak(figure, accelerator.peak_source, reported)
+
+
+def measured_cpu_peak(precision: str, local_world_size: int, folder: Path) -> Peak:
+    """The share of one worker in what this machine's cores reach; for one process of a run."""
+    rate = calibrated_matmul(torch.device("cpu"), precision, folder)
+    cores = len(os.sched_getaffinity(0)) if local_world_size == 1 else os.cpu_count() or 1
+    share = shared_fraction(cores, rate.threads, local_world_size)
+    note = "" if share == 1 else f"scaled by {share:.2f}: {local_world_size} workers share {cores}"
+    return Peak(rate.flops_per_s * share, "measured", rate.device, note)
+
+
+def shared_fraction(cores: int, threads: int, workers: int) -> float:
+    """Of the rate that one worker reaches alone, what each of `workers` can have at once."""
+    return min(1.0, max(1, cores) / (threads * workers))
+
+
+def find_peak(
+    accelerator: AcceleratorSpec,
+    known: Iterable[AcceleratorSpec],
+    precision: str,
+    device: torch.device,
+    local_world_size: int,
+    folder: Path,
+) -> Peak:
+    """The peak of `device` (rank 0's stands for all). A configured CPU figure is taken as it is."""
+    if device.type != "cpu":
+        return datasheet_peak(accelerator, known, precision, device_name(device))
+    figure = accelerator.peak(precision)
+    if figure is not None:
+        return Peak(figure, accelerator.peak_source, device_name(device))
+    return measured_cpu_peak(precision, local_world_size, folder)

@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from air_hpc.config.compose import Composer
+from air_hpc.config.spec import LaunchSpec, RunSpec, TrainSpec
+from air_hpc.plan.make import make_plan
+from air_hpc.plan.report import plan_json
+from air_hpc.plan.types import Plan
+
+SHARED = Composer()
+
+
+def plan_of(*overrides: str, local_cpu_count: int = 4) -> Plan:
+    plan, problems = make_plan(SHARED.compose(overrides), local_cpu_count=local_cpu_count)
+    assert plan is not None, problems
+    return plan
+
+
+@given(st.integers(1, 16), st.integers(1, 64), st.one_of(st.just("auto"), st.integers(1, 16)))
+def test_micro_batches_make_up_the_global_batch(devices: int, batch: int, micro: object) -> None:
+    spec = RunSpec(
+        launch=LaunchSpec(devices_per_node=devices),
+        train=TrainSpec(global_batch_size=batch, micro_batch_size=micro),  # type: ignore[arg-type]
+    )
+    plan, problems = make_plan(spec, local_cpu_count=1)
+    if plan is None:
+        assert batch % devices or (isinstance(micro, int) and (batch // devices) % micro)
+        assert problems
+        return
+    ranks = plan.mesh.data_parallel_size
+    assert plan.micro_batch_size * plan.accumulation_steps * ranks == batch
+    assert plan.tokens_per_step == batch * spec.data.sequence_length
+    assert micro in ("auto", plan.micro_batch_size)
+    assert micro != "auto" or plan.micro_batch_size <= 8
+
+
+def test_the_lead_is_the_wait_and_the_grace_and_the_write() -> None:
+    plan = plan_of("cluster.grace_s=10")
+    assert plan.lead_s == pytest.approx(60 + 10 + 853_120 * 12 / 1e9)
+    assert plan_of("launch.lead_s=7").lead_s == 7
+
+
+def test_the_lead_never_takes_more_than_half_of_the_limit() -> None:
+    assert plan_of("launch.time_limit_min=1").lead_s == 30
+    assert plan_of("launch.time_limit_min=600").lead_s < 120
+
+
+def test_threads_of_a_worker() -> None:
+    assert plan_of().threads_per_worker == 4
+    assert plan_of("launch.devices_per_node=2").threads_per_worker == 2
+    assert plan_of("launch.devices_per_node=8").threads_per_worker == 1
+    assert plan_of("launch.cpus_per_device=6").threads_per_worker == 6
+    assert plan_of("train.threads_per_worker=3").threads_per_worker == 3
+    assert plan_of("cluster=slurm").threads_per_worker == 1
+
+
+def test_the_default_store_is_a_file_here_and_the_spool_on_a_cluster(tmp_path: Path) -> None:
+    here = plan_of(f"runs_dir={tmp_path}/runs").tracking_uri
+    assert here == f"sqlite:///{tmp_path}/runs/mlflow.db"
+    assert plan_of("cluster=slurm").tracking_uri is None
+    assert plan_of("cluster=allocation").tracking_uri is None
+    assert plan_of("cluster=slurm", "tracking.uri=https://a.example").tracking_uri is not None
+    assert plan_of("tracking=spool").tracking_uri is None
+
+
+def test_a_relative_runs_folder_gives_an_absolute_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert plan_of().tracking_uri == f"sqlite:///{tmp_path}/runs/mlflow.db"
+
+
+def test_sharding_divides_what_a_rank_holds() -> None:
+    base = ["model=llama_8b", "cluster=slurm", "launch.devices_per_node=8"]
+    whole = plan_of(*base).memory_per_rank
+    shared = plan_of(*base, "parallelism=fsdp").memory_per_rank
+    parameters = 8_030_261_248
+    assert whole.weights_bytes == 4 * parameters
+    assert whole.gradients_bytes == 4 * parameters
+    assert whole.optimizer_bytes == 8 * parameters
+    assert shared.gradients_bytes == 4 * parameters // 8
+    assert shared.optimizer_bytes == parameters
+    assert shared.activations_bytes == whole.activations_bytes
+    assert parameters / 2 < shared.weights_bytes < whole.weights_bytes
+    assert whole.total_bytes > shared.total_bytes
+    kept = plan_of(*base, "parallelism=fsdp", "parallelism.reshard_after_forward=false")
+    assert kept.memory_per_rank.weights_bytes > whole.weights_bytes
+    offloaded = plan_of(*base, "parallelism=fsdp", "parallelism.cpu_offload=true").memory_per_rank
+    assert offloaded.optimizer_bytes == 0
+    assert offloaded.weights_bytes > 0
+
+
+def test_sgd_keeps_one_moment_or_none() -> None:
+    parameters = plan_of().counts.parameters
+    assert plan_of("optimizer=sgd").memory_per_rank.optimizer_bytes == 4 * parameters
+    plain = plan_of("optimizer=sgd", "optimizer.momentum=0.0")
+    assert plain.memory_per_rank.optimizer_bytes == 0
+
+
+def test_activations_grow_with_tokens_and_shrink_with_precision() -> None:
+    one = plan_of("train.micro_batch_size=1").memory_per_rank.activations_bytes
+    two = plan_of("train.micro_batch_size=2").memory_per_rank.activations_bytes
+    half = plan_of("train.micro_batch_size=1", "train.precision=bf16")
+    assert two == 2 * one
+    assert one / 2 < half.memory_per_rank.activations_bytes < one
+
+
+def test_plan_json_has_the_fields_of_the_design_and_null_for_the_unknown() -> None:
+    spec = SHARED.compose(
+        [
+            "model=llama_8b",
+            "parallelism=hsdp",
+            "accelerator=h100_sxm",
+            "cluster=slurm",
+            "launch.nodes=2",
+            "launch.devices_per_node=8",
+            "data.sequence_length=8192",
+            "train.precision=bf16",
+        ]
+    )
+    plan, problems = make_plan(spec)
+    assert problems == []
+    assert plan is not None
+    told = plan_json(plan, spec)
+    json.dumps(told, allow_nan=False)
+    assert told["flops_per_token"]["causal"] == pytest.approx(51.47e9, rel=1e-3)
+    assert told["flops_per_token"]["palm"] == pytest.approx(57.91e9, rel=1e-3)
+    assert told["memory_per_rank_bytes"] == plan.memory_per_rank.total_bytes
+    assert told["step_time_s"] is None
+    assert told["mfu"] == {"causal": None, "palm": None}
+    assert told["mesh"] == {
+        "pp": 1,
+        "dp_replicate": 2,
+        "dp_shard": 8,
+        "cp": 1,
+        "tp": 1,
+        "ep": 1,
+    }
+    timed = dataclasses.replace(plan, step_time_s=1.0)
+    palm = plan_json(timed, spec)["mfu"]["palm"]
+    assert palm == pytest.approx(57.91e9 * 16 * 8192 / 16 / 989e12, rel=1e-3)

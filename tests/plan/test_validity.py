@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+import pytest
+
+from air_hpc.config.compose import Composer
+from air_hpc.errors import Problem
+from air_hpc.plan.make import make_plan
+
+SHARED = Composer()
+
+
+def problems_of(*overrides: str) -> list[Problem]:
+    plan, problems = make_plan(SHARED.compose(overrides), local_cpu_count=2)
+    assert (plan is None) == any(not p.warning for p in problems)
+    return problems
+
+
+def test_the_default_run_has_no_problem() -> None:
+    assert problems_of() == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "says"),
+    [
+        (["model.dim=130"], "model.heads", "heads (4) does not divide model.dim (130)"),
+        (["model.kv_heads=3"], "model.kv_heads", "kv_heads (3) does not divide model.heads (4)"),
+        (["model.dim=20"], "model.heads", "a head of 5"),
+        (["launch.devices_per_node=3"], "train.global_batch_size", "Nearest that work: 15 or 18"),
+        (["train.micro_batch_size=5"], "train.micro_batch_size", "Nearest that work: 4 or 8"),
+        (["schedule.warmup_steps=200"], "schedule.warmup_steps", "train.steps (200)"),
+        (
+            ["schedule=wsd", "schedule.warmup_steps=100", "schedule.decay_ratio=0.9"],
+            "schedule.decay_ratio",
+            "at most 0.5",
+        ),
+        (["launch.time_limit_min=2", "launch.lead_s=120"], "launch.lead_s", "below 120"),
+        (["tracking.uri=file:/tmp/x"], "tracking.uri", "sqlite:///tmp/x.db"),
+        (["tracking.uri=mlruns"], "tracking.uri", "sqlite:///mlruns.db"),
+        (["tracking.uri=htp://x"], "tracking.uri", "Did you mean http?"),
+        (["tracking.uri=ftp://x"], "tracking.uri", "no store for ftp:"),
+        (["launch.nodes=2"], "launch.nodes", "is one machine"),
+        (["recovery.lease_s=5"], "recovery.lease_s", "above 5"),
+        (["recovery.heartbeat_interval_s=5"], "recovery.heartbeat_timeout_s", "above 5"),
+        (["cluster.container.kind=pyxis"], "cluster.container.image", "needs an image"),
+        (["cluster.venv=/a", "cluster.conda_env=b"], "cluster.venv", "one of the two"),
+        (["accelerator=t4", "train.precision=bf16"], "train.precision", "has no bf16"),
+        (["accelerator=v100", "train.precision=bf16"], "train.precision", "allowed: fp32"),
+        (["accelerator.peak_flops={bf61: 1}"], "accelerator.peak_flops.bf61", "mean bf16?"),
+        (["accelerator.peak_flops={bf16: 0}"], "accelerator.peak_flops.bf16", "above 0"),
+        (["accelerator.memory_bytes=0"], "accelerator.memory_bytes", "above 0"),
+        (["accelerator.matmul_ceiling=80"], "accelerator.matmul_ceiling", "at most 1"),
+    ],
+)
+def test_a_mistake_across_keys_is_one_problem(overrides: list[str], key: str, says: str) -> None:
+    (problem,) = [p for p in problems_of(*overrides) if not p.warning]
+    assert problem.key == key
+    assert says in str(problem)
+
+
+@pytest.mark.parametrize("axis", ["tp", "pp", "cp", "ep"])
+def test_the_native_engine_refuses_what_it_does_not_train_yet(axis: str) -> None:
+    problems = problems_of(f"parallelism.{axis}=2", "launch.devices_per_node=2")
+    assert any(f"trains with {axis} 1 only" in p.message for p in problems)
+
+
+def test_tensor_parallel_is_checked_against_every_width_it_splits() -> None:
+    problems = problems_of("parallelism.tp=3", "launch.devices_per_node=3", "model=llama_8b")
+    said = " ".join(p.message for p in problems)
+    for name in ("model.heads (32)", "model.kv_heads (8)", "model.ffn_dim (14336)"):
+        assert f"tp (3) does not divide {name}" in said
+
+
+def test_pipeline_and_context_degrees_are_checked() -> None:
+    said = " ".join(p.message for p in problems_of("parallelism.pp=8", "parallelism.cp=3"))
+    assert "pp (8) is more stages than model.layers (4)" in said
+    assert "cp (3) does not divide data.sequence_length (128)" in said
+
+
+def test_a_password_in_the_address_is_refused_and_not_repeated() -> None:
+    (problem,) = problems_of("tracking.uri='https://me:s3cret@mlflow.example'")
+    assert "MLFLOW_TRACKING_PASSWORD" in problem.hint
+    assert "s3cret" not in str(problem)
+
+
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "null",
+        "https://mlflow.example",
+        "sqlite:///a/b.db",
+        "'postgresql+psycopg2://db.example/mlflow'",
+        "databricks",
+    ],
+)
+def test_stores_that_mlflow_takes(uri: str) -> None:
+    assert problems_of(f"tracking.uri={uri}") == []
+
+
+def test_an_unknown_peak_is_a_warning_with_what_to_write() -> None:
+    (warning,) = problems_of("accelerator=h100_sxm", "train.precision=fp32")
+    assert warning.warning
+    assert "accelerator/h100_sxm.yaml: peak_flops: {fp32: <FLOP/s>}" in warning.hint
+
+
+def test_the_processor_is_measured_and_so_is_no_warning() -> None:
+    assert problems_of("accelerator=cpu", "train.precision=bf16") == []
+
+
+def test_all_mistakes_across_keys_are_found_in_one_pass() -> None:
+    problems = problems_of(
+        "model.kv_heads=3",
+        "train.micro_batch_size=5",
+        "schedule.warmup_steps=500",
+        "tracking.uri=file:x",
+        "recovery.lease_s=1",
+        "cluster.container.kind=apptainer",
+        "accelerator=v100",
+        "train.precision=bf16",
+        "parallelism.dp_shard=2",
+        "parallelism.dp_replicate=2",
+    )
+    keys = {p.key for p in problems}
+    assert {
+        "model.kv_heads",
+        "schedule.warmup_steps",
+        "tracking.uri",
+        "recovery.lease_s",
+        "cluster.container.image",
+        "train.precision",
+        "parallelism",
+    } <= keys
+
+
+def test_checks_keep_silent_about_keys_that_have_a_problem_already() -> None:
+    spec, problems = SHARED.try_compose(
+        ["launch.devices_per_node=x", "parallelism.dp_replicate=8", "schedule.warmup_steps=900"]
+    )
+    plan, more = make_plan(spec, unsure={p.key for p in problems})
+    assert plan is None
+    assert [p.key for p in problems] == ["launch.devices_per_node"]
+    assert [p.key for p in more] == ["schedule.warmup_steps"], "the mesh may be right"

@@ -1,0 +1,189 @@
+"""The worker as its agent sees it: a process with a page, a socket and an exit code."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from air_hpc.config.spec import RunSpec
+from air_hpc.plan.frozen import freeze_run, render_run_yaml
+from air_hpc.plan.types import Mesh
+from air_hpc.probes.ports import find_free_port
+from air_hpc.rundir.commit import committed_steps
+from air_hpc.rundir.fence import Token
+from air_hpc.rundir.layout import RunDir
+from air_hpc.rundir.spool import effective_samples
+from air_hpc.session.messages import MAX_BYTES, decode, socket_pair
+from air_hpc.session.page import Page, Word
+from air_hpc.session.session import WorkerEnv
+from tests.train.runs import make_run, next_token, plan_for, small_spec
+
+pytestmark = pytest.mark.torch
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass
+class Worker:
+    process: subprocess.Popen[str]
+    page: Page
+    channel: socket.socket
+
+    def messages_until(self, kind: str) -> list[dict[str, Any]]:
+        """What the worker says up to the first message of `kind`."""
+        heard: list[dict[str, Any]] = []
+        while not heard or heard[-1]["kind"] != kind:
+            data = self.channel.recv(MAX_BYTES)
+            if not data:
+                raise AssertionError(f"{heard}\n{self.process.communicate()}")
+            message = decode(data)
+            assert message is not None
+            heard.append(message)
+        return heard
+
+    def end(self) -> tuple[int, str]:
+        """Exit code and standard error."""
+        _, stderr = self.process.communicate(timeout=60)
+        return self.process.returncode, stderr
+
+
+@contextmanager
+def started_worker(run: RunDir, resume_steps: tuple[int, ...] = ()) -> Iterator[Worker]:
+    page = Page.create()
+    page.write(Word.LEASE_NS, 2**62)
+    ours, theirs = socket_pair()
+    ours.settimeout(60)
+    env = WorkerEnv(
+        run=run,
+        token=Token.parse(next_token(run)),
+        rank=0,
+        local_rank=0,
+        world_size=1,
+        local_world_size=1,
+        node_rank=0,
+        resume_steps=resume_steps,
+        stop_timeout_s=20.0,
+        page_fd=page.fd,
+        socket_fd=theirs.fileno(),
+    )
+    address = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(find_free_port(os.getpid())),
+        "OMP_NUM_THREADS": "1",
+    }
+    process = subprocess.Popen(
+        [sys.executable, "-m", "air_hpc.train"],
+        cwd=ROOT,
+        env={**os.environ, **address, **env.to_environ()},
+        pass_fds=(page.fd, theirs.fileno()),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    theirs.close()
+    try:
+        yield Worker(process, page, ours)
+    finally:
+        process.kill()
+        process.communicate()
+        ours.close()
+
+
+def frozen_run(runs_dir: Path, spec: RunSpec) -> RunDir:
+    run = make_run(runs_dir)
+    text = render_run_yaml(freeze_run(run.run_id, spec, plan_for(spec, Mesh())))
+    run.run_yaml.write_text(text, encoding="utf-8")
+    return run
+
+
+def test_a_worker_trains_to_the_end_and_says_what_it_measured(tmp_path: Path) -> None:
+    run = frozen_run(tmp_path, small_spec(5))
+    with started_worker(run) as worker:
+        heard = worker.messages_until("finished")
+        code, _ = worker.end()
+    assert code == 0
+    assert [m["kind"] for m in heard] == [
+        "measured",
+        "training_started",
+        "committed",
+        "committed",
+        "finished",
+    ]
+    assert heard[0]["peak_source"] == "measured"
+    assert heard[0]["peak_flops_per_device"] > 1e8
+    assert committed_steps(run) == [5, 3]
+    samples = effective_samples(run)
+    assert list(samples) == [1, 2, 3, 4, 5]
+    assert {"train/loss", "train/lr", "train/grad_norm"} <= set(samples[5].metrics)
+    assert {"perf/tokens_per_second", "perf/step_time_s"} <= set(samples[5].metrics)
+    assert list((run.shared_dir / "calibrations").glob("matmul-*.json"))
+
+
+def test_signals_do_not_end_a_worker_and_an_agreed_stop_does(tmp_path: Path) -> None:
+    spec = small_spec(10**9)
+    spec = replace(spec, checkpoint=replace(spec.checkpoint, interval_steps=10**6))
+    run = frozen_run(tmp_path, spec)
+    with started_worker(run) as worker:
+        worker.messages_until("training_started")
+        for name in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT):
+            worker.process.send_signal(name)
+        # As an agent does it: the flag first, then the begun step is the target.
+        worker.page.write(Word.STOP_FLAG, 1)
+        target = worker.page.read(Word.BEGUN_STEP)
+        worker.page.write(Word.TARGET_STEP, target)
+        stopped = worker.messages_until("stopped")[-1]
+        code, _ = worker.end()
+    assert (code, stopped["step"], stopped["saved"]) == (0, target, True)
+    assert committed_steps(run) == [target]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "failure_class", "code", "said"),
+    [
+        ("edited", "user_error", 2, "was edited after it was written"),
+        ("data", "environment", 1, "data.cache_dir"),
+    ],
+)
+def test_a_failing_worker_says_why_before_it_leaves(
+    tmp_path: Path, spoil: str, failure_class: str, code: int, said: str
+) -> None:
+    spec = small_spec(5)
+    if spoil == "data":
+        (tmp_path / "file").write_text("")
+        spec = replace(spec, data=replace(spec.data, cache_dir=str(tmp_path / "file")))
+    run = frozen_run(tmp_path, spec)
+    if spoil == "edited":
+        text = run.run_yaml.read_text()
+        run.run_yaml.write_text(text.replace("steps: 5", "steps: 6"))
+    with started_worker(run) as worker:
+        error = worker.messages_until("error")[-1]
+        ended = worker.end()
+    assert ended[0] == code
+    assert error["failure_class"] == failure_class
+    assert said in error["message"]
+    assert said in ended[1]
+    assert "Traceback" not in ended[1]
+
+
+def test_a_worker_without_an_agent_says_so() -> None:
+    env = {key: value for key, value in os.environ.items() if not key.startswith("AIR_HPC_")}
+    done = subprocess.run(
+        [sys.executable, "-m", "air_hpc.train"],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "started by its agent" in done.stderr
+    assert "Traceback" not in done.stderr
