@@ -300,9 +300,7 @@ class Coordinator:
         if kind is Kind.CHECKPOINT_COMMITTED:
             self._committed = max(int(facts["step"]), self._committed or 0)
         if kind is Kind.CHECKPOINT_BAD:
-            mark_bad(
-                self._run, int(facts["step"]), str(facts.get("reason", "")), token=self.token
-            )
+            mark_bad(self._run, int(facts["step"]), str(facts.get("reason", "")), token=self.token)
 
     def _on_ended(self, node: str, workers: list[dict[str, Any]], now: float) -> None:
         for facts in workers:

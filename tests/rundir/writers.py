@@ -41,7 +41,8 @@ def save(run: RunDir, token: Token, step: int, shards: tuple[str, ...] = SHARDS)
     folder = begin_save(run, token, step)
     for name in shards:
         path = folder / name
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for parent in reversed(path.relative_to(folder).parents):
+            (folder / parent).mkdir(mode=0o700, exist_ok=True)
         write_file(path, content(token, step, name))
     records = {name: digest_file(folder / name) for name in shards}
     return commit_save(run, token, step, records, {"written_by": str(token)})
