@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import grp
 import math
@@ -163,11 +164,9 @@ def _fill(folder: Path) -> Path:
     path = folder / "filler"
     with path.open("wb", buffering=0) as file:
         for size in (65536, 4096, 1):
-            try:
+            with contextlib.suppress(OSError):
                 while True:
                     file.write(bytes(size))
-            except OSError as error:
-                assert error.errno == errno.ENOSPC
     return path
 
 
@@ -208,14 +207,12 @@ def test_the_ledger_says_that_the_disk_is_full_and_goes_on_when_it_is_not(
         ledger.append("submitted")
         filler = _fill(small_disk)
         with pytest.raises(OSError, match="No space left"):
-            for number in range(100):
-                ledger.append("measured", number=number, text="x" * 500)
+            ledger.append("measured", text="x" * 9000)  # some of it fits into the last page
         filler.unlink()
         ledger.append("attempt_started")
     read = read_ledger(run)
-    assert [event.kind for event in read.events][0] == "submitted"
-    assert [event.kind for event in read.events][-1] == "attempt_started"
-    assert read.unreadable_lines <= 1
+    assert [event.kind for event in read.events] == ["submitted", "attempt_started"]
+    assert read.unreadable_lines == 1
 
 
 def test_metrics_on_a_full_disk_wait_and_are_neither_lost_nor_doubled(small_disk: Path) -> None:
@@ -243,14 +240,12 @@ def test_a_killed_append_loses_no_event_before_it_and_none_after(run: RunDir) ->
             ledger.append("checkpoint_committed", Token(1, 1), step=step)
 
     append(0)
-    calls, whole = 0, [0]
-    while run_killed(lambda: append(calls + 1), calls):
-        if calls >= 3:
-            whole.append(calls + 1)
+    calls = 0
+    while run_killed(lambda step=calls + 1: append(step), calls):
+        append(-calls)
         calls += 1
     read = [event.facts["step"] for event in read_ledger(run).events]
-    assert set(read) >= {0, calls + 1}
-    assert read == sorted(read)
+    assert set(read) >= {0, calls + 1, *range(-calls + 1, 1)}
     with LedgerWriter(run, "agent") as ledger:
         written = ledger.append("signal", Token(1, 1), name="TERM", node="n1")
     assert read_ledger(run).events[-1] == written
@@ -308,12 +303,8 @@ def test_numbers_that_are_none_come_back(run: RunDir) -> None:
     spool.close()
     (sample,) = iterate_samples(run)
     assert math.isnan(sample.metrics["nan"])
-    assert dict(sample.metrics, nan=0) == {
-        "nan": 0,
-        "inf": math.inf,
-        "minus": -math.inf,
-        "tiny": 5e-324,
-    }
+    others = {key: value for key, value in sample.metrics.items() if key != "nan"}
+    assert others == {"inf": math.inf, "minus": -math.inf, "tiny": 5e-324}
     for line in spool_path(run, Token(1, 1)).read_text().splitlines():
         assert "NaN" not in line, "not JSON to other readers"
         assert "Infinity" not in line, "not JSON to other readers"
