@@ -33,7 +33,8 @@ def thread_count() -> int:
 
 
 def serve(channel: socket.socket, module: str) -> None:
-    """Fork workers until the agent closes the channel."""
+    """Say that all is imported, and fork workers until the agent closes the channel."""
+    channel.send(json.dumps({"ready": True}).encode())
     children: set[int] = set()
     wake_read, wake_write = os.pipe()
     os.set_blocking(wake_read, False)
