@@ -122,6 +122,7 @@ class _Fold:
         self._commits: dict[int, float] = {}
         """For each committed step: kept training seconds when its state was taken."""
         self._trained_to: int | None = None
+        self._signalled = False
 
     def take(self, event: Event) -> None:
         """Advance the clock to the event and apply it."""
@@ -176,6 +177,8 @@ class _Fold:
         if self.status.terminal:
             return
         nodes = event.facts.get("nodes")
+        self._end_silent_attempt()
+        self._signalled = False
         self._bucket = "starting_s"
         self.status = replace(
             self.status,
@@ -191,6 +194,24 @@ class _Fold:
             verdict=None,
             evidence=None,
         )
+
+    def _end_silent_attempt(self) -> None:
+        """An attempt before that wrote no end: its coordinator was killed, or its node was lost.
+
+        It counts, or the budget of restarts would never stop a run that takes its first node down.
+        After a signal it was Slurm that ended it and started the next one, which is free.
+        """
+        status = self.status
+        if status.attempt is None or status.state not in _UNDER_WAY:
+            return
+        failure_class = FailureClass.REQUEUED if self._signalled else FailureClass.UNKNOWN
+        token = Token(status.attempt, status.generation or 1)
+        evidence = f"attempt {status.attempt} ended without a word"
+        end = End(token, failure_class, status.committed_step, evidence)
+        self.status = replace(status, ends=(*status.ends, end))
+
+    def _on_signal(self, event: Event) -> None:
+        self._signalled = True
 
     def _on_generation_started(self, event: Event) -> None:
         if self.status.terminal:
@@ -283,7 +304,7 @@ class _Fold:
             failure_class=failure_class,
             verdict=verdict,
             evidence=_text(event.facts.get("evidence")),
-            ends=(*self.status.ends, end),
+            ends=(*_without(self.status.ends, event.token), end),
             ended=event.time if state in TERMINAL else None,
         )
 
@@ -303,6 +324,14 @@ class _Fold:
 
     def _on_measured(self, event: Event) -> None:
         self.status = replace(self.status, measured={**self.status.measured, **event.facts})
+
+
+_UNDER_WAY = frozenset({RunState.STARTING, RunState.RUNNING, RunState.SAVING})
+
+
+def _without(ends: tuple[End, ...], token: Token | None) -> tuple[End, ...]:
+    """The ends but the one that was assumed for `token`: its word came late, by a clock behind."""
+    return tuple(end for end in ends if token is None or end.token != token)
 
 
 def _failure_class(event: Event) -> FailureClass:
