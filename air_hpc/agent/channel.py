@@ -133,8 +133,13 @@ class CoordinatorSocket:
         self.socket = context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.LINGER, 1000)
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        self.socket.bind(self.INPROC)
-        self.port = self._bind(ports)
+        try:
+            self.socket.bind(self.INPROC)
+            self.port = self._bind(ports)
+        except BaseException:
+            # A socket left open would hold the context's end for ever.
+            self.socket.close()
+            raise
 
     def _bind(self, ports: Sequence[int]) -> int:
         for port in ports:

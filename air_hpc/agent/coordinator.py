@@ -281,7 +281,7 @@ class Coordinator:
         kind = message["type"]
         if kind == "hello":
             self._register(node, message, now)
-        elif member is None and kind != "signal":
+        elif member is None and kind not in ("signal", "agent_failed"):
             return
         elif kind == "heartbeat" and member is not None:
             member.done_step = message.get("done_step", member.done_step)
