@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from air_hpc.agent.channel import CoordinatorSocket, Message
@@ -144,12 +144,29 @@ class Coordinator:
             pid_start=process_start(os.getpid()),
             boot_id=boot_id(),
         )
+        if self._stopped_by_silence():
+            return
         if self._status.cancel_requested:
             self._end_attempt(FailureClass.CANCELLED, "cancelled before this start")
             return
         end = self._scheduler.end_time()
         if end is not None:
             self._limit_at = self._clock() + (end - self._wall_clock()) - self._plan.lead_s
+
+    def _stopped_by_silence(self) -> bool:
+        """Count an attempt before that ended without a word; whether it exhausts the budget."""
+        ends = fold(read_ledger(self._run).events).ends
+        if len(ends) == len(self._status.ends):
+            return False
+        silent = ends[-1]
+        earlier, self._status = self._status, replace(self._status, ends=ends)
+        budget = self._spec.recovery
+        decision = decide(silent.failure_class, self._committed, earlier.ends, budget)
+        if decision.verdict is not Verdict.STOP:
+            return False
+        self._status = earlier
+        self._end_attempt(silent.failure_class, silent.evidence)
+        return True
 
     def _dismiss_finished(self, status: RunStatus) -> None:
         """A start that finds a terminal verdict exits at once."""
@@ -239,7 +256,7 @@ class Coordinator:
         sweep_leftovers(self._run, token)
         found = find_candidates(self._run)
         for step, reason in found.rejected:
-            mark_bad(self._run, step, reason)
+            mark_bad(self._run, step, reason, token=self.token)
             self._record(Kind.CHECKPOINT_BAD, step=step, reason=reason)
         record_inherited(self._run, token, inheritable(found.usable))
         if not found.usable and self._status.committed_step is not None:
@@ -264,9 +281,9 @@ class Coordinator:
         kind = message["type"]
         if kind == "hello":
             self._register(node, message, now)
-        elif member is None:
+        elif member is None and kind not in ("signal", "agent_failed"):
             return
-        elif kind == "heartbeat":
+        elif kind == "heartbeat" and member is not None:
             member.done_step = message.get("done_step", member.done_step)
             member.phases = tuple(message.get("phases", ()))
             self._socket.send(node, {"type": "ack", "sequence": message["sequence"]})
@@ -300,7 +317,7 @@ class Coordinator:
         if kind is Kind.CHECKPOINT_COMMITTED:
             self._committed = max(int(facts["step"]), self._committed or 0)
         if kind is Kind.CHECKPOINT_BAD:
-            mark_bad(self._run, int(facts["step"]), str(facts.get("reason", "")))
+            mark_bad(self._run, int(facts["step"]), str(facts.get("reason", "")), token=self.token)
 
     def _on_ended(self, node: str, workers: list[dict[str, Any]], now: float) -> None:
         for facts in workers:
@@ -312,6 +329,7 @@ class Coordinator:
                 done_step=facts["done_step"],
                 last_words=facts["last_words"],
                 arrived=now,
+                killed_by_agent=self._killed_at is not None,
             )
             self._ends[end.rank] = end
             if end.failed and self._kill_at is None:
@@ -470,7 +488,7 @@ class Coordinator:
             return failure.failure_class, failure.evidence
         step = self._resume_steps[0]
         reason = f"its load crashed: {failure.evidence}"
-        mark_bad(self._run, step, reason)
+        mark_bad(self._run, step, reason, token=self.token)
         self._record(Kind.CHECKPOINT_BAD, step=step, reason=reason)
         return FailureClass.CHECKPOINT, f"step-{step}: {reason}"
 
@@ -536,7 +554,7 @@ class Coordinator:
             self._write_intent("resubmit")
         elif continuation == "requeue":
             word = self._word or self._scheduler.word()
-            if not slurm_requeues_itself(failure_class, word):
+            if not slurm_requeues_itself(failure_class, word, self._context.restart_count):
                 self._write_intent("requeue")
 
     def _write_intent(self, word: str) -> None:
@@ -559,7 +577,7 @@ class Coordinator:
     def _over(self, outcome: Outcome) -> None:
         self._phase = "over"
         self.outcome = outcome
-        for node in self._members:
+        for node in self._context.nodes:
             self._send_leave(node)
 
     def _send_leave(self, node: str) -> None:
