@@ -3,7 +3,7 @@
 With P parameters, S the number of ranks that share one copy (dp_shard · tp · pp) and c bytes an
 element in compute precision (4 fp32, 2 bf16):
 
-- weights: 4·P/S for the fp32 masters. Sharded (S > 1) adds the gathered copies: two blocks at a
+- weights: 4·P/S for the fp32 masters. dp_shard > 1 adds the gathered copies: two blocks at a
   time (one computes, the next is prefetched), or all of them without `reshard_after_forward`. An
   unsharded bf16 run adds the copy that autocast keeps of the matrices: 2 bytes each.
 - gradients: 4·P/S, in fp32 and of all the rank's own parameters.
