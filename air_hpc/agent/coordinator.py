@@ -262,7 +262,7 @@ class Coordinator:
         sweep_leftovers(self._run, token)
         found = find_candidates(self._run)
         for step, reason in found.rejected:
-            mark_bad(self._run, step, reason)
+            mark_bad(self._run, step, reason, token=self.token)
             self._record(Kind.CHECKPOINT_BAD, step=step, reason=reason)
         record_inherited(self._run, token, inheritable(found.usable))
         if not found.usable and self._status.committed_step is not None:
@@ -323,7 +323,7 @@ class Coordinator:
         if kind is Kind.CHECKPOINT_COMMITTED:
             self._committed = max(int(facts["step"]), self._committed or 0)
         if kind is Kind.CHECKPOINT_BAD:
-            mark_bad(self._run, int(facts["step"]), str(facts.get("reason", "")))
+            mark_bad(self._run, int(facts["step"]), str(facts.get("reason", "")), token=self.token)
 
     def _on_ended(self, node: str, workers: list[dict[str, Any]], now: float) -> None:
         for facts in workers:
@@ -494,7 +494,7 @@ class Coordinator:
             return failure.failure_class, failure.evidence
         step = self._resume_steps[0]
         reason = f"its load crashed: {failure.evidence}"
-        mark_bad(self._run, step, reason)
+        mark_bad(self._run, step, reason, token=self.token)
         self._record(Kind.CHECKPOINT_BAD, step=step, reason=reason)
         return FailureClass.CHECKPOINT, f"step-{step}: {reason}"
 

@@ -48,7 +48,8 @@ def make_plan(
             problems += batch_problems
     if mesh is None or unsure or any(not problem.warning for problem in problems):
         return None, problems
-    return _plan(spec, mesh, micro_batch_size, local_cpu_count), problems
+    plan = _plan(spec, mesh, micro_batch_size, local_cpu_count)
+    return plan, problems + _memory_warning(spec, plan)
 
 
 def _plan(spec: RunSpec, mesh: Mesh, micro_batch_size: int, local_cpu_count: int | None) -> Plan:
@@ -92,6 +93,19 @@ def _micro_batch(spec: RunSpec, mesh: Mesh) -> tuple[int, list[Problem]]:
         allowed = f"auto or a divisor of {rank_batch}"
         return 1, [Problem("train.micro_batch_size", str(asked), message, allowed, hint)]
     return asked, []
+
+
+def _memory_warning(spec: RunSpec, plan: Plan) -> list[Problem]:
+    """A warning where the estimate is above the device's memory: an estimate stops nobody."""
+    memory_bytes, need_bytes = spec.accelerator.memory_bytes, plan.memory_per_rank.total_bytes
+    if memory_bytes is None or need_bytes <= memory_bytes:
+        return []
+    message = (
+        f"a rank needs about {need_bytes / 1e9:.0f} GB,"
+        f" accelerator={spec.accelerator.name} has {memory_bytes / 1e9:.0f} GB"
+    )
+    hint = "Shard over more devices (parallelism=fsdp, launch.nodes) or lower micro_batch_size"
+    return [Problem("parallelism", spec.parallelism.name, message, hint=hint, warning=True)]
 
 
 def lead_s(spec: RunSpec) -> float:

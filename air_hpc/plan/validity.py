@@ -16,6 +16,8 @@ from air_hpc.errors import Problem, nearest
 from air_hpc.hardware.accelerator import Precision
 from air_hpc.plan.mesh import nearest_divisors
 
+_BYTES = 256
+
 Check = Callable[[RunSpec], Iterable[Problem]]
 
 
@@ -78,6 +80,13 @@ def _degrees(spec: RunSpec) -> Iterable[Problem]:
     if pp > model.layers:
         message = f"pp ({pp}) is more stages than model.layers ({model.layers})"
         yield Problem("parallelism.pp", str(pp), message, f"at most {model.layers}")
+
+
+def _vocabulary(spec: RunSpec) -> Iterable[Problem]:
+    vocabulary = spec.model.vocab_size
+    if spec.data.source == "python_stdlib" and vocabulary < _BYTES:
+        message = f"data={spec.data.name} is bytes, so tokens go up to {_BYTES - 1}"
+        yield Problem("model.vocab_size", str(vocabulary), message, f"at least {_BYTES}")
 
 
 def _engine(spec: RunSpec) -> Iterable[Problem]:
@@ -206,6 +215,9 @@ _STORE_SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "da
 
 def _tracking(spec: RunSpec) -> Iterable[Problem]:
     uri = spec.tracking.uri
+    if uri == "auto" and spec.cluster.kind == "local" and set(spec.runs_dir) & set("?#"):
+        message = "the default store in this folder has no address (? and # mean something there)"
+        yield Problem("runs_dir", spec.runs_dir, message, "a path without ? and #")
     if uri is None or uri in ("auto", "databricks"):
         return
     allowed = "auto, null, https://..., http://..., sqlite:///<path>, a database, databricks"
@@ -232,6 +244,7 @@ def _tracking(spec: RunSpec) -> Iterable[Problem]:
 RULES: tuple[Rule, ...] = (
     Rule(("model",), _model_shape),
     Rule(("model", "parallelism", "data.sequence_length"), _degrees),
+    Rule(("model.vocab_size", "data"), _vocabulary),
     Rule(("parallelism", "engine"), _engine),
     Rule(("accelerator", "train.precision"), _accelerator),
     Rule(("accelerator",), _accelerator_figures),
@@ -240,5 +253,5 @@ RULES: tuple[Rule, ...] = (
     Rule(("recovery",), _heartbeat),
     Rule(("cluster",), _container),
     Rule(("cluster", "launch.nodes"), _local_nodes),
-    Rule(("tracking.uri",), _tracking),
+    Rule(("tracking.uri", "cluster", "runs_dir"), _tracking),
 )

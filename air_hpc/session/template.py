@@ -71,7 +71,10 @@ def _receive_request(channel: socket.socket) -> tuple[dict[str, Any], list[int]]
     left = int.from_bytes(header, "big")
     payload = b""
     while len(payload) < left:
-        payload += channel.recv(FORK_CHUNK_BYTES)
+        chunk = channel.recv(FORK_CHUNK_BYTES)
+        if not chunk:  # the agent died in the middle of its request
+            return None
+        payload += chunk
     return json.loads(payload), list(fds)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
 
@@ -55,10 +55,15 @@ class Position:
     final: bool = False
     """The run's end was shipped whole: nothing is left to do."""
 
+    @property
+    def progress(self) -> tuple[bool, int, int]:
+        """Grows with everything that is shipped."""
+        return self.final, sum(self.offsets.values()), self.control_step
+
     def to_json(self) -> bytes:
         """One JSON object."""
         body = {
-            **asdict(self),
+            **{entry.name: getattr(self, entry.name) for entry in fields(self)},
             "version": VERSION,
             "offsets": {str(token): offset for token, offset in self.offsets.items()},
             "lasts": {str(token): step for token, step in self.lasts.items()},
@@ -100,6 +105,18 @@ def load_position(path: Path) -> Position | None:
         return Position.from_json(path.read_bytes())
     except OSError:
         return None
+
+
+def newer(stored: Position | None, held: Position | None) -> Position | None:
+    """Of a position on disk and one in memory, the one that is further.
+
+    The file is behind when it could not be written, and ahead when another shipper wrote it.
+    """
+    if stored is None or held is None:
+        return stored or held
+    if stored.mlflow_run_id != held.mlflow_run_id:
+        return stored
+    return stored if stored.progress > held.progress else held
 
 
 def save_position(path: Path, position: Position) -> None:

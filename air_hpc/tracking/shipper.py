@@ -16,10 +16,8 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from air_hpc.config.spec import RunSpec
-from air_hpc.plan.types import Plan
+from air_hpc.plan.frozen import FrozenRun
 from air_hpc.rundir.events import Event, Kind, read_ledger, record
 from air_hpc.rundir.fence import Token
 from air_hpc.rundir.layout import RunDir
@@ -40,6 +38,7 @@ from air_hpc.tracking.position import (
     ControlPoint,
     Position,
     load_position,
+    newer,
     position_path,
     save_position,
 )
@@ -53,17 +52,6 @@ CONTROL_INTERVAL_S = 10.0
 
 _NOT_IN_A_NAME = re.compile(r"[^\w\-. :/]")
 """What MLflow refuses in a metric's name (mlflow.utils.validation)."""
-
-
-@dataclass(frozen=True)
-class Frozen:
-    """What run.yaml says of a run, as far as tracking needs it."""
-
-    spec: RunSpec
-    plan: Plan
-    overrides: tuple[str, ...] = ()
-    config_hash: str | None = None
-    extra: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -82,7 +70,7 @@ class RunShipper:
     def __init__(
         self,
         run: RunDir,
-        frozen: Frozen,
+        frozen: FrozenRun,
         store: Store,
         *,
         writer: str,
@@ -99,8 +87,12 @@ class RunShipper:
         self._position: Position | None = None
         self._resolved = False
         self._seen: tuple[tuple[str, int], ...] = ()
-        self._old_losses: dict[Token, dict[int, float]] = {}
+        self._old_losses: dict[Token, tuple[int, dict[int, float]]] = {}
         self._said: set[str] = set()
+
+    def use(self, store: Store) -> None:
+        """Share a connection with other runs of the same store and experiment."""
+        self._store = store
 
     def ship(self, observed: RunState | None = None) -> Pass:
         """One pass. `observed` is the state by a better witness than a ledger that stopped short.
@@ -111,7 +103,7 @@ class RunShipper:
         events = read_ledger(self.run).events
         status = fold(events, self._clock())
         state = observed if observed is not None and not status.terminal else status.state
-        position = load_position(self._path) or self._position
+        position = newer(load_position(self._path), self._position)
         if position is not None and position.final:
             return Pass(position.mlflow_run_id, state, 0, True)
         try:
@@ -258,12 +250,14 @@ class RunShipper:
                 dead.append(sample)
             else:
                 shipped.append(sample)
-                for row in _rows(sample):
-                    rows.setdefault((row.key, row.step), row)
+            if sample.step < cut:
+                position.last_loss = sample.metrics.get(LOSS, position.last_loss)
+        for sample in shipped:
+            for row in _rows(sample):
+                rows.setdefault((row.key, row.step), row)
         self._store.log_rows(position.mlflow_run_id, list(rows.values()))
         for sample in shipped + self._among_the_shipped(position, dead):
             position.coverage.add(token, sample.step)
-            position.last_loss = sample.metrics.get(LOSS, position.last_loss)
         if samples:
             highest = max(sample.step for sample in samples)
             position.lasts[token] = max(highest, position.lasts.get(token, highest))
@@ -291,10 +285,12 @@ class RunShipper:
         again = sample.metrics.get(LOSS)
         if again is None:
             return
-        if owner not in self._old_losses:
-            lowest = min((s for t, s in starts.items() if t > owner), default=sample.step)
-            self._old_losses[owner] = self._read_losses(owner, min(lowest, sample.step))
-        shipped = self._old_losses[owner].get(sample.step)
+        first, losses = self._old_losses.get(owner, (None, {}))
+        if first is None or sample.step < first:
+            first = min([s for t, s in starts.items() if t > owner] + [sample.step])
+            losses = self._read_losses(owner, first)
+            self._old_losses[owner] = first, losses
+        shipped = losses.get(sample.step)
         if shipped is not None:
             gap = difference(shipped, again)
             position.largest_difference = max(gap, position.largest_difference or 0.0)

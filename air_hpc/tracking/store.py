@@ -35,7 +35,6 @@ _QUIET = {
     "MLFLOW_LOGGING_LEVEL": "ERROR",
     "MLFLOW_ENABLE_ASYNC_LOGGING": "false",
     "GIT_PYTHON_REFRESH": "quiet",
-    "PYTHONWARNINGS": "ignore",
 }
 _PATIENCE = {
     # Back-off is the shipper's business: MLflow's own would hold a pass for minutes.
@@ -49,7 +48,7 @@ class StoreUnavailable(AirHpcError):
 
 
 class RunLost(AirHpcError):
-    """The MLflow run is not there any more, or was deleted as one of two of the same air_hpc run."""
+    """The MLflow run is not there any more, or was deleted as a second one of its air_hpc run."""
 
 
 class RunDeleted(AirHpcError):
@@ -64,6 +63,24 @@ class Row:
     value: float
     time_ms: int
     step: int
+
+
+def batches(rows: Sequence[Row], limit: int = MAX_METRICS) -> Iterator[Sequence[Row]]:
+    """Divide rows, in order, into batches of at most `limit` that keep a step's rows together.
+
+    One row of a step in the store then stands for all of them. A step of more than `limit` rows
+    is divided all the same.
+    """
+    start = 0
+    while len(rows) - start > limit:
+        end = start + limit
+        while end > start and rows[end - 1].step == rows[end].step:
+            end -= 1
+        end = end if end > start else start + limit
+        yield rows[start:end]
+        start = end
+    if start < len(rows):
+        yield rows[start:]
 
 
 @contextmanager
@@ -203,11 +220,13 @@ class Store:
         return [str(run.info.run_id) for run in active]
 
     def log_rows(self, mlflow_run_id: str, rows: Sequence[Row]) -> None:
-        """Send metrics; at most MAX_METRICS in one transaction each."""
+        """Send metrics: those of one step together, at most MAX_METRICS in one transaction.
+
+        A step with more metrics than that is divided all the same.
+        """
         from mlflow.entities import Metric
 
-        for start in range(0, len(rows), MAX_METRICS):
-            batch = rows[start : start + MAX_METRICS]
+        for batch in batches(rows):
             with _translated("metrics were not taken"):
                 self._client.log_batch(
                     mlflow_run_id,

@@ -39,6 +39,8 @@ def test_the_default_run_has_no_problem() -> None:
         (["tracking.uri=htp://x"], "tracking.uri", "Did you mean http?"),
         (["tracking.uri=ftp://x"], "tracking.uri", "no store for ftp:"),
         (["launch.nodes=2"], "launch.nodes", "is one machine"),
+        (["model.vocab_size=255"], "model.vocab_size", "at least 256"),
+        (["runs_dir='/a?b'"], "runs_dir", "without ? and #"),
         (["recovery.lease_s=5"], "recovery.lease_s", "above 5"),
         (["recovery.heartbeat_interval_s=5"], "recovery.heartbeat_timeout_s", "above 5"),
         (["cluster.container.kind=pyxis"], "cluster.container.image", "needs an image"),
@@ -100,6 +102,14 @@ def test_an_unknown_peak_is_a_warning_with_what_to_write() -> None:
     (warning,) = problems_of("accelerator=h100_sxm", "train.precision=fp32")
     assert warning.warning
     assert "accelerator/h100_sxm.yaml: peak_flops: {fp32: <FLOP/s>}" in warning.hint
+
+
+def test_a_rank_that_needs_more_than_the_device_has_is_a_warning() -> None:
+    overrides = ["model=llama_8b", "accelerator=h100_sxm", "train.precision=bf16"]
+    (warning,) = problems_of(*overrides)
+    assert warning.warning
+    assert "GB, accelerator=h100_sxm has 80 GB" in warning.message
+    assert problems_of("accelerator=h100_sxm", "train.precision=bf16") == []
 
 
 def test_the_processor_is_measured_and_so_is_no_warning() -> None:
