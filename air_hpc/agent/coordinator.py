@@ -27,7 +27,13 @@ from air_hpc.agent.workers import GenerationStart
 from air_hpc.errors import EXIT_DO_NOT_RESTART, EXIT_OK
 from air_hpc.placement.ranks import RankPlace, assign_ranks
 from air_hpc.plan.frozen import FrozenRun
-from air_hpc.recovery.cause import Cause, SlurmWord, cause_of_stop, slurm_requeues_itself
+from air_hpc.recovery.cause import (
+    Cause,
+    SlurmWord,
+    cause_of_stop,
+    requeued_already,
+    slurm_requeues_itself,
+)
 from air_hpc.recovery.decide import decide
 from air_hpc.recovery.evidence import Failure, WorkerEnd, first_failure
 from air_hpc.recovery.stop import Action, StopAgreement
@@ -554,12 +560,14 @@ class Coordinator:
 
     def _ask_for_restart(self, failure_class: FailureClass) -> None:
         continuation = self._spec.launch.continuation
+        if continuation not in ("requeue", "resubmit"):
+            return
+        word, restarts = self._word or self._scheduler.word(), self._context.restart_count
         if continuation == "resubmit":
-            self._write_intent("resubmit")
-        elif continuation == "requeue":
-            word = self._word or self._scheduler.word()
-            if not slurm_requeues_itself(failure_class, word, self._context.restart_count):
-                self._write_intent("requeue")
+            if not requeued_already(word, restarts):
+                self._write_intent("resubmit")
+        elif not slurm_requeues_itself(failure_class, word, restarts):
+            self._write_intent("requeue")
 
     def _write_intent(self, word: str) -> None:
         """The batch script reads it once srun has returned, and carries it out."""

@@ -126,7 +126,7 @@ class WorkerGroup:
                     )
                 )
         except OSError:
-            self.kill()
+            self.close()
             raise
 
     def _start_one(
@@ -178,6 +178,11 @@ class WorkerGroup:
                     affinity=None if affinity is None else frozenset(affinity),
                 )
             )
+        except OSError:
+            page.close()
+            ours.close()
+            os.close(read_end)
+            raise
         finally:
             theirs.close()
             os.close(write_end)

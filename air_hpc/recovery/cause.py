@@ -81,6 +81,11 @@ REQUEUES_PREEMPTED_SINCE = (24, 11)
 """From this version Slurm requeues a preempted job that exits inside its grace; 22.05 does not."""
 
 
+def requeued_already(word: SlurmWord | None, own_restarts: int) -> bool:
+    """Whether Slurm has requeued the job since this start: whatever is asked for is too much."""
+    return word is not None and word.restarts > own_restarts
+
+
 def slurm_requeues_itself(
     failure_class: FailureClass, word: SlurmWord | None, own_restarts: int
 ) -> bool:
@@ -91,7 +96,7 @@ def slurm_requeues_itself(
     """
     if failure_class is FailureClass.REQUEUED:
         return True
-    if word is not None and word.restarts > own_restarts:
+    if requeued_already(word, own_restarts):
         return True
     if failure_class is FailureClass.PREEMPTED and word is not None and word.running:
         return word.version >= REQUEUES_PREEMPTED_SINCE
