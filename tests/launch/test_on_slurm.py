@@ -244,6 +244,20 @@ def test_a_chain_is_submitted_ahead_and_each_link_waits_for_the_former(
         assert times == sorted(times)
 
 
+def test_inside_an_allocation_the_same_script_runs_at_once(users: Site) -> None:
+    options = {"nodes": 2, "cluster": fake_cluster("finish", kind="allocation")}
+    words = [users.python.executable, "-m", "tests.launch.submitter", str(users.runs_dir), "1"]
+    # salloc gives its nodes back when its command ends: the command waits for the agents.
+    wait = 'for i in {1..300}; do [[ -e "$0"/*/attempts/seen ]] && break; sleep 0.1; done; sleep 3'
+    script = f'"$@"; {wait}'
+    salloc = ["salloc", "-N2", "--ntasks-per-node=1", "bash", "-c", script, str(users.runs_dir)]
+    words = [*salloc, *words, json.dumps(options)]
+    users.cluster.run(words, USER, env=users.python.env, cwd=ROOT)
+    (seen,) = users.runs_dir.glob("*/attempts/seen")
+    starts = [json.loads(line) for line in seen.read_text().splitlines()]
+    assert sorted(x["rank"] for x in starts if x["event"] == "start") == [0, 1]
+
+
 def test_values_reach_slurm_exactly(devcluster: DevCluster, tmp_path: Path) -> None:
     values = [
         "a b", "it's", 'say "hi"', "a#b", "a # b", "$HOME", "`id`", "k=v w=x", "'", "''", "*", "!",
