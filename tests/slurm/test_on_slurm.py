@@ -46,6 +46,15 @@ def test_one_question_for_all_jobs_and_elements(cluster: DevCluster) -> None:
     assert jobs.accounting([single]) is None
 
 
+@pytest.mark.parametrize(
+    "name", [" a ", "it's", '"', "50%", "a|b", "ü ☃", "*", "x" * 200, "(null)"]
+)
+def test_a_job_is_found_by_any_name_without_a_comma(cluster: DevCluster, name: str) -> None:
+    job = submit(cluster, "--hold", f"--job-name={name}-key")
+    submit(cluster, "--hold", f"--job-name={name}-key2")
+    assert [found.id for found in jobs.find_by_name(f"{name}-key")] == [job]
+
+
 def test_an_element_is_requeued_alone_by_its_array_name(cluster: DevCluster) -> None:
     array = submit(cluster, "--array=0-1", "--requeue")
     names = [f"{array}_0", f"{array}_1"]
