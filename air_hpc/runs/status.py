@@ -152,8 +152,10 @@ def _reconcile(read: _Read, found: _Lookup, now: float) -> Reconciled:
     if read.status.terminal:
         return Reconciled(read.status, reason=read.status.evidence or None)
     if read.jobs.local:
-        process = read.jobs.process
-        return with_process(read.status, None if process is None else process.alive())
+        return with_process(read.status, read.jobs.alive())
+    if read.jobs.kind == "allocation" and read.jobs.alive() is False:
+        # The allocation may live on, for other work.
+        return with_process(read.status, False)
     if not read.jobs.ids:
         # Submitted by hand, or a submission that was cut off before sbatch answered.
         return Reconciled(read.status)

@@ -231,3 +231,26 @@ class TestLocal:
         before = ProcessIdentity(own.pid, own.started, "the-boot-before", own.host)
         view = view_run(self.local(tmp_path, before).dir)
         assert view.status.state is RunState.FAILED
+
+    def test_a_starter_that_ended_before_the_agent_spoke_fails_the_run(
+        self, tmp_path: Path
+    ) -> None:
+        process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+        run = MadeRun(tmp_path / "runs", submission="one")
+        run.event(Kind.SUBMITTED, cluster="local", **ProcessIdentity.of(process.pid).to_facts())
+        assert view_run(run.dir).status.state is RunState.PENDING
+        process.communicate()
+        view = view_run(run.dir)
+        assert view.status.state is RunState.FAILED
+        assert "before it said a word" in (view.reason or "")
+
+    def test_an_agent_inside_a_living_allocation_can_be_gone(
+        self, tmp_path: Path, slurm: ToldSlurm
+    ) -> None:
+        slurm.tell("squeue", queued("100", "RUNNING"))
+        own = ProcessIdentity.of()
+        assert own.started is not None
+        gone = ProcessIdentity(own.pid, own.started - 1000, own.boot_id, own.host)
+        run = MadeRun(tmp_path / "runs").event(Kind.SUBMITTED, job_id="7", cluster="allocation")
+        run.training(scheduler="slurm", job_id="100", **gone.to_facts())
+        assert view_run(run.dir).status.state is RunState.FAILED
