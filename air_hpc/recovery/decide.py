@@ -76,10 +76,14 @@ def decide(
 
 
 def _without_progress(committed_step: int | None, history: Sequence[End]) -> int:
-    """How many of the last ends were not free and saw the same newest commit as now."""
+    """How many of the last ends were not free and saw a commit at least as new as now's.
+
+    "At least": where the newest checkpoint went bad since, an older one is the newest now, and
+    committing again what was committed before is no progress.
+    """
     count = 0
     for end in reversed(history):
-        if end.committed_step != committed_step:
+        if (committed_step or 0) > (end.committed_step or 0):
             break
         if end.failure_class not in FREE:
             count += 1
