@@ -156,7 +156,7 @@ def _follow(
 
 
 def _resume(parsed: Parsed) -> int:
-    from air_hpc.launch.submission import submission_dir
+    from air_hpc.launch.submission import load, submission_dir
     from air_hpc.launch.submit import resume_submission
     from air_hpc.runs.find import default_runs_dir
 
@@ -169,10 +169,12 @@ def _resume(parsed: Parsed) -> int:
         )
     folder = parsed.text("runs_dir")
     runs_dir = Path(folder).expanduser().absolute() if folder else default_runs_dir()
-    result = resume_submission(submission_dir(runs_dir, parsed.text("resume") or ""))
+    record = submission_dir(runs_dir, parsed.text("resume") or "")
+    result = resume_submission(record)
     if parsed.flag("json"):
         print_json(submitted_json(result, result.warnings, single=False))
     else:
         tell_warnings(result.warnings)
-        tell_submitted(result, None, "slurm")
+        known = load(record)
+        tell_submitted(result, None, "slurm" if known is None else known.kind)
     return EXIT_OK
