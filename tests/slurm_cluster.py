@@ -13,6 +13,7 @@ one of your own only for another shape:
 
 import json
 import os
+import pwd
 import shutil
 import subprocess
 import sys
@@ -125,6 +126,18 @@ class DevCluster:
         """The nodes take no further job."""
         self.tool("drain-node", *nodes)
 
+    def clean(self) -> None:
+        """Cancel every job and bring every node back, whatever a test has done."""
+        self._cancel_all()
+        self.revive_node(*self.run(["sinfo", "-h", "-o", "%N"]).stdout.split())
+        self.wait_until(self._cancel_all, "the cancelled jobs to be gone")
+
+    def _cancel_all(self) -> bool:
+        jobs = self.run(["squeue", "-h", "-o", "%A"]).stdout.split()
+        if jobs:  # one may end meanwhile, which scancel calls an error
+            self.run(["scancel", *set(jobs)], check=False)
+        return not jobs
+
     def run(
         self,
         command: Sequence[str],
@@ -145,7 +158,7 @@ class DevCluster:
                 list(command), env={**os.environ, **extra}, cwd=cwd, check=check,
                 timeout_s=timeout_s,
             )  # fmt: skip
-        home = f"/home/{user}"
+        home = pwd.getpwnam(user).pw_dir
         clean = {"PATH": os.environ["PATH"], "HOME": home, "LANG": "C.UTF-8", **extra}
         words = [f"{key}={value}" for key, value in clean.items()]
         return self._checked(

@@ -3,8 +3,10 @@
 The coordinator binds one of a few ports that follow from the run and this start of its job, so
 nobody has to be told it and nothing waits for a file. An agent says hello to all of them until one
 answers with the right signature. Every message carries an HMAC-SHA256 under the run's own key
-(`submit/channel.key`, readable by its owner only) over this start's id and the body: another user's
-process on the port, or an agent of an earlier start, is not heard. Nothing is pickled.
+(`submit/channel.key`, readable by its owner only) over this start's id, the node, the direction and
+the body: another user's process on the port, or an agent of an earlier start, is not heard, nor can
+it send a hello back to its sender as an answer, or on in the name of another node. Nothing is
+pickled.
 
 ZeroMQ reconnects by itself; silence is found by the heartbeats of `node` and `coordinator`.
 """
@@ -31,7 +33,10 @@ CANDIDATE_PORTS = 6
 
 
 class Signer:
-    """Signs and checks messages of one start of a run."""
+    """Signs and checks messages of one start of a run.
+
+    `way` says between whom: `to_coordinator(node)` or `to_node(node)`.
+    """
 
     def __init__(self, key: bytes, start_id: str) -> None:
         self._key = key
@@ -49,20 +54,30 @@ class Signer:
                 next_step="check that the run directory is shared with this node",
             ) from None
 
-    def _mac(self, body: bytes) -> bytes:
-        return hmac.digest(self._key, self._context + body, hashlib.sha256)
+    def _mac(self, way: bytes, body: bytes) -> bytes:
+        return hmac.digest(self._key, self._context + way + b"\0" + body, hashlib.sha256)
 
-    def seal(self, message: Message) -> list[bytes]:
+    def seal(self, message: Message, way: bytes) -> list[bytes]:
         """The frames of a message."""
         body = json.dumps(message, separators=(",", ":"), default=str).encode()
-        return [self._mac(body), body]
+        return [self._mac(way, body), body]
 
-    def open(self, frames: Sequence[bytes]) -> Message | None:
+    def open(self, frames: Sequence[bytes], way: bytes) -> Message | None:
         """The message in signed frames, or None when they are not of this start of this run."""
-        if len(frames) != 2 or not hmac.compare_digest(frames[0], self._mac(frames[1])):
+        if len(frames) != 2 or not hmac.compare_digest(frames[0], self._mac(way, frames[1])):
             return None
         message = json.loads(frames[1])
         return message if isinstance(message, dict) and "type" in message else None
+
+
+def to_coordinator(node: bytes) -> bytes:
+    """The way of what a node's agent says."""
+    return b">" + node
+
+
+def to_node(node: bytes) -> bytes:
+    """The way of what the coordinator says to a node."""
+    return b"<" + node
 
 
 def candidate_ports(run_id: str, start_id: str) -> list[int]:
@@ -118,8 +133,13 @@ class CoordinatorSocket:
         self.socket = context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.LINGER, 1000)
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        self.socket.bind(self.INPROC)
-        self.port = self._bind(ports)
+        try:
+            self.socket.bind(self.INPROC)
+            self.port = self._bind(ports)
+        except BaseException:
+            # A socket left open would hold the context's end for ever.
+            self.socket.close()
+            raise
 
     def _bind(self, ports: Sequence[int]) -> int:
         for port in ports:
@@ -136,7 +156,8 @@ class CoordinatorSocket:
 
     def send(self, node: str, message: Message) -> None:
         """Send to one agent; dropped when it is not connected (its heartbeat tells)."""
-        self.socket.send_multipart([node.encode(), *self._signer.seal(message)])
+        name = node.encode()
+        self.socket.send_multipart([name, *self._signer.seal(message, to_node(name))])
 
     def receive(self) -> Iterator[tuple[str, Message]]:
         """All messages that have arrived, with their senders; what is not signed is dropped."""
@@ -145,7 +166,7 @@ class CoordinatorSocket:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            message = self._signer.open(frames[1:])
+            message = self._signer.open(frames[1:], to_coordinator(frames[0]))
             if message is not None:
                 yield frames[0].decode(errors="replace"), message
 
@@ -161,10 +182,11 @@ class AgentSocket:
         self, context: zmq.Context[Any], signer: Signer, node: str, endpoints: Sequence[str]
     ) -> None:
         self._signer = signer
+        self._name = node.encode()
         self.sockets: list[zmq.Socket[bytes]] = []
         for endpoint in endpoints:
             candidate = context.socket(zmq.DEALER)
-            candidate.setsockopt(zmq.IDENTITY, node.encode())
+            candidate.setsockopt(zmq.IDENTITY, self._name)
             candidate.setsockopt(zmq.LINGER, 1000)
             candidate.setsockopt(zmq.RECONNECT_IVL, 200)
             candidate.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
@@ -178,7 +200,7 @@ class AgentSocket:
 
     def send(self, message: Message) -> None:
         """Send to the coordinator (before it answered: to every candidate)."""
-        frames = self._signer.seal(message)
+        frames = self._signer.seal(message, to_coordinator(self._name))
         for candidate in self.sockets:
             try:
                 candidate.send_multipart(frames, zmq.NOBLOCK)
@@ -201,7 +223,7 @@ class AgentSocket:
                 frames = candidate.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            message = self._signer.open(frames)
+            message = self._signer.open(frames, to_node(self._name))
             if message is not None:
                 yield message
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from air_hpc.agent.channel import CoordinatorSocket, Message
@@ -27,7 +27,13 @@ from air_hpc.agent.workers import GenerationStart
 from air_hpc.errors import EXIT_DO_NOT_RESTART, EXIT_OK
 from air_hpc.placement.ranks import RankPlace, assign_ranks
 from air_hpc.plan.frozen import FrozenRun
-from air_hpc.recovery.cause import Cause, SlurmWord, cause_of_stop, slurm_requeues_itself
+from air_hpc.recovery.cause import (
+    Cause,
+    SlurmWord,
+    cause_of_stop,
+    requeued_already,
+    slurm_requeues_itself,
+)
 from air_hpc.recovery.decide import decide
 from air_hpc.recovery.evidence import Failure, WorkerEnd, first_failure
 from air_hpc.recovery.stop import Action, StopAgreement
@@ -144,12 +150,29 @@ class Coordinator:
             pid_start=process_start(os.getpid()),
             boot_id=boot_id(),
         )
+        if self._stopped_by_silence():
+            return
         if self._status.cancel_requested:
             self._end_attempt(FailureClass.CANCELLED, "cancelled before this start")
             return
         end = self._scheduler.end_time()
         if end is not None:
             self._limit_at = self._clock() + (end - self._wall_clock()) - self._plan.lead_s
+
+    def _stopped_by_silence(self) -> bool:
+        """Count an attempt before that ended without a word; whether it exhausts the budget."""
+        ends = fold(read_ledger(self._run).events).ends
+        if len(ends) == len(self._status.ends):
+            return False
+        silent = ends[-1]
+        earlier, self._status = self._status, replace(self._status, ends=ends)
+        budget = self._spec.recovery
+        decision = decide(silent.failure_class, self._committed, earlier.ends, budget)
+        if decision.verdict is not Verdict.STOP:
+            return False
+        self._status = earlier
+        self._end_attempt(silent.failure_class, silent.evidence)
+        return True
 
     def _dismiss_finished(self, status: RunStatus) -> None:
         """A start that finds a terminal verdict exits at once."""
@@ -239,7 +262,7 @@ class Coordinator:
         sweep_leftovers(self._run, token)
         found = find_candidates(self._run)
         for step, reason in found.rejected:
-            mark_bad(self._run, step, reason)
+            mark_bad(self._run, step, reason, token=self.token)
             self._record(Kind.CHECKPOINT_BAD, step=step, reason=reason)
         record_inherited(self._run, token, inheritable(found.usable))
         if not found.usable and self._status.committed_step is not None:
@@ -264,9 +287,9 @@ class Coordinator:
         kind = message["type"]
         if kind == "hello":
             self._register(node, message, now)
-        elif member is None:
+        elif member is None and kind not in ("signal", "agent_failed"):
             return
-        elif kind == "heartbeat":
+        elif kind == "heartbeat" and member is not None:
             member.done_step = message.get("done_step", member.done_step)
             member.phases = tuple(message.get("phases", ()))
             self._socket.send(node, {"type": "ack", "sequence": message["sequence"]})
@@ -300,7 +323,7 @@ class Coordinator:
         if kind is Kind.CHECKPOINT_COMMITTED:
             self._committed = max(int(facts["step"]), self._committed or 0)
         if kind is Kind.CHECKPOINT_BAD:
-            mark_bad(self._run, int(facts["step"]), str(facts.get("reason", "")))
+            mark_bad(self._run, int(facts["step"]), str(facts.get("reason", "")), token=self.token)
 
     def _on_ended(self, node: str, workers: list[dict[str, Any]], now: float) -> None:
         for facts in workers:
@@ -312,6 +335,7 @@ class Coordinator:
                 done_step=facts["done_step"],
                 last_words=facts["last_words"],
                 arrived=now,
+                killed_by_agent=self._killed_at is not None,
             )
             self._ends[end.rank] = end
             if end.failed and self._kill_at is None:
@@ -383,6 +407,7 @@ class Coordinator:
             self._say("the agreed step was not saved before the deadline")
             self._kill_workers()
         if self._killed_at is not None and now >= self._killed_at + KILL_WAIT_S:
+            self._give_up_silent_nodes()
             self._finish_generation()
 
     def _tick_registering(self, now: float) -> None:
@@ -417,6 +442,12 @@ class Coordinator:
 
     # -- the end -----------------------------------------------------------------------------------
 
+    def _give_up_silent_nodes(self) -> None:
+        """A node that did not report the end of its killed workers is lost, heard or not."""
+        for place in self._places:
+            if place.rank not in self._ends:
+                self._members[place.node].lost = True
+
     def _check_over(self) -> None:
         awaited = {place.rank for place in self._places if not self._members[place.node].lost}
         if self._phase == "running" and awaited <= self._ends.keys():
@@ -446,19 +477,16 @@ class Coordinator:
         ends = list(self._ends.values())
         if not lost and failure is None and all(end.finished for end in ends):
             return FailureClass.COMPLETED, f"all {len(ends)} workers finished"
+        silent = ", ".join(f"{node} (at step {self._members[node].done_step})" for node in lost)
+        what = failure.evidence if failure else f"no word from {silent}"
         if self._signal is not None:
             cause = self._cause()
-            if failure is None and not lost:
-                return cause.failure_class, f"{cause.evidence}; stopped at {self._stop.target}"
-            detail = failure.evidence if failure else f"lost {', '.join(lost)}"
-            if cause.failure_class is not FailureClass.UNKNOWN:
-                return cause.failure_class, f"{cause.evidence}; not saved: {detail}"
+            target = self._stop.target
+            saved = target is not None and (target == 0 or (self._committed or 0) >= target)
+            done = f"stopped at step {target}" if saved else f"not saved: {what}"
+            return cause.failure_class, f"{cause.evidence}; {done}"
         if lost:
-            last = ", ".join(f"{n} (step {self._members[n].done_step})" for n in lost)
-            return (
-                FailureClass.NODE_LOST,
-                f"not heard for {self._spec.recovery.heartbeat_timeout_s:g} s: {last}",
-            )
+            return FailureClass.NODE_LOST, f"no word from {silent}"
         if failure is None:
             return FailureClass.UNKNOWN, "workers left without being asked to stop"
         return failure.failure_class, failure.evidence
@@ -470,7 +498,7 @@ class Coordinator:
             return failure.failure_class, failure.evidence
         step = self._resume_steps[0]
         reason = f"its load crashed: {failure.evidence}"
-        mark_bad(self._run, step, reason)
+        mark_bad(self._run, step, reason, token=self.token)
         self._record(Kind.CHECKPOINT_BAD, step=step, reason=reason)
         return FailureClass.CHECKPOINT, f"step-{step}: {reason}"
 
@@ -532,12 +560,14 @@ class Coordinator:
 
     def _ask_for_restart(self, failure_class: FailureClass) -> None:
         continuation = self._spec.launch.continuation
+        if continuation not in ("requeue", "resubmit"):
+            return
+        word, restarts = self._word or self._scheduler.word(), self._context.restart_count
         if continuation == "resubmit":
-            self._write_intent("resubmit")
-        elif continuation == "requeue":
-            word = self._word or self._scheduler.word()
-            if not slurm_requeues_itself(failure_class, word):
-                self._write_intent("requeue")
+            if not requeued_already(word, restarts):
+                self._write_intent("resubmit")
+        elif not slurm_requeues_itself(failure_class, word, restarts):
+            self._write_intent("requeue")
 
     def _write_intent(self, word: str) -> None:
         """The batch script reads it once srun has returned, and carries it out."""
@@ -559,7 +589,7 @@ class Coordinator:
     def _over(self, outcome: Outcome) -> None:
         self._phase = "over"
         self.outcome = outcome
-        for node in self._members:
+        for node in self._context.nodes:
             self._send_leave(node)
 
     def _send_leave(self, node: str) -> None:

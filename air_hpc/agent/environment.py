@@ -6,11 +6,13 @@ since they need not differ.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Literal
 
@@ -94,15 +96,19 @@ def process_start(pid: int) -> float | None:
 
 
 def coordinator_addresses(context: JobContext) -> list[str]:
-    """Addresses to try for the first node, best first."""
+    """Addresses to try for the first node, best first.
+
+    Its name need not resolve, and may resolve to a loopback address (Debian maps a machine's own
+    name to 127.0.1.1); srun's own address is the first node's in a batch job only.
+    """
     if len(context.nodes) == 1:
         return ["127.0.0.1"]
     found = []
-    try:
+    with contextlib.suppress(OSError):
         found.append(socket.gethostbyname(context.nodes[0]))
-    except OSError:
-        if context.launch_address:
-            found.append(context.launch_address)
+    if context.launch_address and context.launch_address not in found:
+        found.append(context.launch_address)
+    found.sort(key=lambda address: ip_address(address).is_loopback)
     if not found:
         raise EnvironmentFailure(
             f"the first node {context.nodes[0]} has no address",
@@ -124,7 +130,14 @@ def own_address(towards: str, interface: str | None) -> str:
             next_step="name one of them",
         )
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((towards, 9))
+        try:
+            probe.connect((towards, 9))
+        except OSError as error:
+            raise EnvironmentFailure(
+                f"this node has no route to the first node ({error.strerror})",
+                tried=towards,
+                next_step="name the interface between the nodes in cluster.network_interface",
+            ) from None
         return str(probe.getsockname()[0])
 
 

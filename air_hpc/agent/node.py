@@ -109,6 +109,7 @@ class NodeAgent:
         start = GenerationStart.from_json(message["start"])
         if self.group is not None:
             self.group.close()
+            self.group = None
         try:
             self.group = WorkerGroup(
                 self._run,
@@ -179,7 +180,11 @@ class NodeAgent:
     # -- as time passes ----------------------------------------------------------------------------
 
     def tick(self) -> None:
-        """Say hello until welcomed, then beat; leave when the coordinator is silent."""
+        """Say hello until welcomed, then beat; leave when the coordinator is silent.
+
+        The first hello waits until workers can be started without delay: after it this node is
+        expected to beat, and a template's imports may take longer than that.
+        """
         now = self._clock()
         if not self._welcomed:
             self._tick_hello(now)
@@ -197,15 +202,14 @@ class NodeAgent:
             self._leave(EXIT_ENVIRONMENT, "")
 
     def _tick_hello(self, now: float) -> None:
-        if now >= self._next_hello:
+        if now >= self._next_hello and self._starter.ready:
             self._uplink.send(self._hello)
             self._next_hello = now + HELLO_INTERVAL_S
         if now > self._deadline:
-            self._leave(
-                EXIT_ENVIRONMENT,
-                f"the coordinator on {self._context.nodes[0]} did not answer "
-                "within launch.start_timeout_s",
-            )
+            late = f"the coordinator on {self._context.nodes[0]} did not answer"
+            if not self._starter.ready:
+                late = "the process that workers are forked from was not ready"
+            self._leave(EXIT_ENVIRONMENT, f"{late} within launch.start_timeout_s")
 
     def _beat(self, now: float) -> None:
         self._next_heartbeat = now + self._recovery.heartbeat_interval_s

@@ -7,6 +7,7 @@ step (the agent alone answers them), and writes stdout and stderr to one pipe.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -48,6 +49,11 @@ class Started(Protocol):
 class Starter(Protocol):
     """A way to start workers."""
 
+    @property
+    def ready(self) -> bool:
+        """Whether a start will not have to wait."""
+        ...
+
     def start(self, start: WorkerStart) -> Started:
         """Start one; raises OSError."""
         ...
@@ -79,6 +85,8 @@ class _Executed:
 
 class ExecStarter:
     """Starts each worker as a new process of its own."""
+
+    ready = True
 
     def start(self, start: WorkerStart) -> Started:
         """Start one; raises OSError when the command cannot be run."""
@@ -130,6 +138,7 @@ class ForkStarter:
         """Start the template for workers of `argv` (`python -m module`); it imports meanwhile."""
         python, _, module = argv
         self._module = module
+        self._ready = False
         self._exits: dict[int, int] = {}
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._channel = ours
@@ -141,6 +150,12 @@ class ForkStarter:
             )
         finally:
             theirs.close()
+
+    @property
+    def ready(self) -> bool:
+        """Whether the template has imported what it preloads, or has ended."""
+        self._listen()
+        return self._ready or self._template.poll() is not None
 
     def start(self, start: WorkerStart) -> Started:
         """Fork one; raises OSError when the template refuses or is gone."""
@@ -169,21 +184,25 @@ class ForkStarter:
         if not data:
             return None
         reply: dict[str, int | str] = json.loads(data)
+        if "ready" in reply:
+            self._ready = True
         if "exited" in reply:
             self._exits[int(reply["exited"])] = int(reply["status"])
         return reply
 
     def exit_of(self, pid: int) -> int | None:
         """The exit status of a worker, or None while it runs. A dead template killed them all."""
-        self._channel.setblocking(False)
-        try:
-            while self._receive() is not None:
-                pass
-        except (BlockingIOError, OSError):
-            pass
+        self._listen()
         if pid not in self._exits and self._template.poll() is not None:
             self._exits[pid] = -signal.SIGKILL
         return self._exits.get(pid)
+
+    def _listen(self) -> None:
+        """Take in what the template has said."""
+        self._channel.setblocking(False)
+        with contextlib.suppress(OSError):
+            while self._receive() is not None:
+                pass
 
     def close(self) -> None:
         """End the template, and with it what is left of the workers."""

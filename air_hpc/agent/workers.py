@@ -33,6 +33,8 @@ what makes the published step visible before it is read here."""
 
 _F_SETPIPE_SZ = 1031
 _PIPE_BYTES = 1024 * 1024
+_READS_A_PUMP = 4
+"""A worker that prints without end must not keep its agent from its heartbeats."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,7 @@ class WorkerGroup:
                     )
                 )
         except OSError:
-            self.kill()
+            self.close()
             raise
 
     def _start_one(
@@ -176,6 +178,11 @@ class WorkerGroup:
                     affinity=None if affinity is None else frozenset(affinity),
                 )
             )
+        except OSError:
+            page.close()
+            ours.close()
+            os.close(read_end)
+            raise
         finally:
             theirs.close()
             os.close(write_end)
@@ -200,7 +207,9 @@ class WorkerGroup:
             self._pump_messages(worker, on_message)
 
     def _pump_output(self, worker: Worker) -> None:
-        while worker.output_fd >= 0:
+        for _ in range(_READS_A_PUMP):
+            if worker.output_fd < 0:
+                return
             try:
                 data = os.read(worker.output_fd, _PIPE_BYTES)
             except BlockingIOError:
@@ -267,11 +276,15 @@ class WorkerGroup:
         }
 
     def reap(self) -> list[Worker]:
-        """Workers that ended since the last call. Call `pump` first: last words come before."""
+        """Workers that ended since the last call, and their children with them.
+
+        Call `pump` afterwards: it has the last words.
+        """
         ended = []
         for worker in self.workers:
             if worker.exit_status is None and (status := worker.process.poll()) is not None:
                 worker.exit_status = status
+                worker.process.kill()
                 ended.append(worker)
         return ended
 

@@ -18,7 +18,6 @@ from air_hpc.errors import AirHpcError, BadInput, EnvironmentFailure, Problem
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
 _PIPE_WIDTH = 250
 
@@ -66,8 +65,10 @@ def console(*, stderr: bool = False) -> Console:
     )
 
 
-def table(titles: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[str] = ()) -> Table:
-    """A plain table; columns named in `right` are aligned to the right, the last may wrap."""
+def print_table(
+    titles: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[str] = ()
+) -> None:
+    """Print a plain table; columns named in `right` are aligned to the right, the last may wrap."""
     from rich.table import Table
 
     made = Table(box=None, pad_edge=False, header_style="bold")
@@ -77,7 +78,11 @@ def table(titles: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[
         made.add_column(title, justify=justify, no_wrap=not last, overflow="fold")
     for row in rows:
         made.add_row(*row)
-    return made
+    printer = console()
+    with printer.capture() as captured:
+        printer.print(made)
+    for line in captured.get().splitlines():
+        say(line.rstrip())
 
 
 def pairs(rows: Iterable[tuple[str, str]]) -> str:

@@ -14,7 +14,7 @@ from air_hpc.cli.composing import (
     sweep_label,
 )
 from air_hpc.cli.options import JSON, option_lines, parse
-from air_hpc.cli.output import console, pairs, print_json, problem_json, say, table, tell_warnings
+from air_hpc.cli.output import pairs, print_json, print_table, problem_json, say, tell_warnings
 from air_hpc.cli.texts import UNKNOWN, duration, ratio, scaled, size
 from air_hpc.errors import EXIT_OK
 from air_hpc.plan.report import plan_json
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
     if parsed.text("cfg"):
         say(print_config(parsed).rstrip())
         return EXIT_OK
-    made = make_tasks(parsed)
+    made = make_tasks(parsed, to_run=False)
     if parsed.flag("json"):
         warnings = [problem_json(problem) for problem in made.warnings]
         bodies = [plan_json(task.plan, task.spec) for task in made.tasks]
@@ -79,7 +79,7 @@ def describe(task: Task) -> str:
                   f"{scaled(plan.counts.matmul_parameters, '')} in matrix products"),
         ("FLOP/token", f"{scaled(plan.flops_per_token.causal, 'FLOP')} causal, "
                        f"{scaled(plan.flops_per_token.palm, 'FLOP')} palm (forward and backward)"),
-        ("mesh", f"{mesh_text(task)} = {plan.world_size} ranks on {plan.nodes} × "
+        ("mesh", f"{mesh_text(task)}, on {plan.nodes} node{'' if plan.nodes == 1 else 's'} × "
                  f"{plan.devices_per_node} {spec.accelerator.name}"),
         ("batch", f"{spec.train.global_batch_size} sequences of {spec.data.sequence_length} tokens "
                   f"= {plan.tokens_per_step:,} tokens a step; on each rank {plan.micro_batch_size} "
@@ -158,4 +158,4 @@ def show_sweep(tasks: Sequence[Task]) -> None:
         for task in tasks
     ]
     titles = ("RUN", "PARAMETERS", "MESH", "RANKS", "FLOP/TOKEN", "MEMORY/RANK", "TOKENS/STEP")
-    console().print(table(titles, rows, right=("PARAMETERS", "RANKS", "FLOP/TOKEN", "MEMORY/RANK")))
+    print_table(titles, rows, right=("PARAMETERS", "RANKS", "FLOP/TOKEN", "MEMORY/RANK"))

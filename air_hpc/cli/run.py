@@ -19,12 +19,11 @@ from air_hpc.cli.composing import (
 )
 from air_hpc.cli.options import JSON, RUNS_DIR, Option, Parsed, option_lines, parse
 from air_hpc.cli.output import (
-    console,
     note,
     print_json,
+    print_table,
     problem_json,
     say,
-    table,
     tell_warnings,
 )
 from air_hpc.errors import EXIT_OK, BadInput, Problem
@@ -295,7 +294,7 @@ def _show_table(result: Result, tasks: Sequence[Task] | None, kind: str) -> None
         (run.run_id, (run.job or "waits") if kind == "slurm" else "here", label)
         for run, label in zip(result.runs, labels, strict=True)
     ]
-    console().print(table(("RUN", "JOB", "OVERRIDES"), rows))
+    print_table(("RUN", "JOB", "OVERRIDES"), rows)
 
 
 def _ourselves(verb: str) -> str:

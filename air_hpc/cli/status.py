@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from air_hpc.cli.options import JSON, RUNS_DIR, Option, option_lines, parse
-from air_hpc.cli.output import console, note, pairs, print_json, say, table
+from air_hpc.cli.output import note, pairs, print_json, print_table, say
 from air_hpc.cli.texts import UNKNOWN, duration, number, or_dash, ratio
 from air_hpc.errors import EXIT_OK
 from air_hpc.runs.find import default_runs_dir, find_runs, runs_of_sweep
@@ -79,7 +79,7 @@ def show_table(views: Sequence[RunView]) -> None:
             )
         )
     titles = ("RUN", "STATE", "STEP", "ATTEMPT", "JOB", "LOSS", "GOODPUT", "WHY")
-    console().print(table(titles, rows, right=("STEP", "ATTEMPT", "LOSS", "GOODPUT")))
+    print_table(titles, rows, right=("STEP", "ATTEMPT", "LOSS", "GOODPUT"))
 
 
 def describe(view: RunView) -> str:

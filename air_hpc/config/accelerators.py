@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 import yaml
 
 from air_hpc.config.build import build
-from air_hpc.config.freeze import load_yaml
 from air_hpc.config.groups import ConfigFolders
 from air_hpc.errors import BadInput, Problem, raise_if_any
 from air_hpc.hardware.accelerator import AcceleratorSpec
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML as Hydra reads it: `1e15` is a number, where YAML 1.1 wants a dot and a sign."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"),
+    list("-+0123456789"),
+)
 
 
 def load_accelerators(folders: ConfigFolders | None = None) -> tuple[AcceleratorSpec, ...]:
@@ -22,7 +33,7 @@ def load_accelerators(folders: ConfigFolders | None = None) -> tuple[Accelerator
         path = folders.file("accelerator", name)
         assert path is not None
         try:
-            body = load_yaml(path.read_text())
+            body = yaml.load(path.read_text(), Loader=_Loader)
         except (yaml.YAMLError, OSError, ValueError) as error:
             raise BadInput.single("accelerator", name, f"{path} cannot be read: {error}") from None
         if not isinstance(body, Mapping):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from typing import Any, Generic, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -110,9 +110,6 @@ def _build_class(
 def _convert_into(
     arguments: dict[str, Any], name: str, value: Any, key: str, member: Member, walk: _Walk
 ) -> None:
-    if value == "???":
-        walk.report(key, value, "a value is needed here and none was given", member.allowed)
-        return
     try:
         converted = member.convert(value)
     except _Wrong as wrong:
@@ -330,8 +327,8 @@ def leaf_keys(cls: type[Any], prefix: str = "") -> tuple[str, ...]:
     return tuple(keys)
 
 
-def nearest_key(key: str, root: type[Any]) -> str:
-    """A hint that names the key of `root` nearest to an unknown one, or an empty text.
+def nearest_key(key: str, root: type[Any], others: Sequence[str] = ()) -> str:
+    """A hint that names the key of `root` (or of `others`) nearest to an unknown one, if any is.
 
     A name that is right but stands in the wrong section is found by its last part.
     """
@@ -340,4 +337,4 @@ def nearest_key(key: str, root: type[Any]) -> str:
     elsewhere = [known for known in keys if known.rpartition(".")[2] == last]
     if elsewhere:
         return f"Did you mean {' or '.join(elsewhere)}?"
-    return nearest(key, [*fields_of(root), *keys])
+    return nearest(key, [*fields_of(root), *keys, *others])

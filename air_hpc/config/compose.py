@@ -11,30 +11,25 @@ Importing this module imports Hydra (about a quarter of a second): import it whe
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from air_hpc.config.build import build, fields_of
 from air_hpc.config.freeze import to_plain
 from air_hpc.config.groups import ConfigFolders
+from air_hpc.config.hydra_engine import NotComposed, composed
 from air_hpc.config.hydra_words import (
     MAX_SWEEP_TASKS,
     literal,
-    quoted_list,
     sweep_texts,
     syntax_problem,
-    told_by,
     written,
 )
 from air_hpc.config.interpolate import resolve as fill
@@ -44,8 +39,6 @@ from air_hpc.errors import Problem, nearest, raise_if_any
 
 Progress = Callable[[int, int], None]
 """Called with (tasks done, tasks in all)."""
-
-_QUIET_HINT = "Quote it ('a,b') to mean the text, or add -m to sweep over it"
 
 
 @dataclass(frozen=True)
@@ -101,7 +94,7 @@ class Composer:
         self._config_name = (config_name or "config").removesuffix(".yaml")
         self._folders = ConfigFolders.find(config_dir).with_root(self._config_name)
         self._parser = OverridesParser.create()
-        self._composed: dict[tuple[str, ...], dict[str, Any] | _NotComposed] = {}
+        self._composed: dict[tuple[str, ...], dict[str, Any] | NotComposed] = {}
 
     @property
     def folders(self) -> ConfigFolders:
@@ -206,7 +199,11 @@ class Composer:
             return None
         if override.is_sweep_override():
             message = "several values, which only a sweep takes"
-            found.add(Problem(override.key_or_group, written(text), message, hint=_QUIET_HINT))
+            value = written(text)
+            hint = (
+                f"Add -m to sweep over it, or mean the text: \"{override.key_or_group}='{value}'\""
+            )
+            found.add(Problem(override.key_or_group, value, message, hint=hint))
             return None
         return self._part(override, found)
 
@@ -289,7 +286,7 @@ class Composer:
     def _base(self, choices: tuple[str, ...], found: _Found) -> dict[str, Any]:
         try:
             return self._composed_once(choices)
-        except _NotComposed as error:
+        except NotComposed as error:
             together = Problem("", " ".join(choices), str(error))
         good: list[str] = []
         alone: list[Problem] = []
@@ -297,40 +294,25 @@ class Composer:
             try:
                 self._composed_once((choice,))
                 good.append(choice)
-            except _NotComposed as error:
+            except NotComposed as error:
                 key, _, value = choice.partition("=")
                 alone.append(Problem(key, value, str(error)))
         found.add(*(alone or [together]))
         try:
             return self._composed_once(tuple(good) if alone else ())
-        except _NotComposed:
+        except NotComposed:
             return {}
 
     def _composed_once(self, choices: tuple[str, ...]) -> dict[str, Any]:
         if choices not in self._composed:
-            self._composed[choices] = self._composed_by_hydra(choices)
+            try:
+                self._composed[choices] = composed(self._folders, self._config_name, choices)
+            except NotComposed as error:
+                self._composed[choices] = error
         config = self._composed[choices]
-        if isinstance(config, _NotComposed):
+        if isinstance(config, NotComposed):
             raise config
         return _copied(config)  # type: ignore[no-any-return]
-
-    def _composed_by_hydra(self, choices: tuple[str, ...]) -> dict[str, Any] | _NotComposed:
-        first, *more = self._folders.folders
-        told = list(choices)
-        if more and not any(choice.startswith("hydra.searchpath") for choice in choices):
-            told.append("hydra.searchpath=" + quoted_list([f"file://{path}" for path in more]))
-        try:
-            with initialize_config_dir(config_dir=os.fspath(first), version_base="1.3"):
-                composed = compose(self._config_name, overrides=told)
-            plain = OmegaConf.to_container(composed, resolve=False)
-        except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, OSError) as e:
-            return _NotComposed(f"the configs do not compose: {told_by(e)}")
-        assert isinstance(plain, dict)
-        return {str(name): value for name, value in plain.items()}
-
-
-class _NotComposed(Exception):
-    """Hydra could not compose a set of options; the message says why."""
 
 
 def _copied(value: Any) -> Any:

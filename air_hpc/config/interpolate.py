@@ -14,41 +14,77 @@ from omegaconf.errors import OmegaConfBaseException
 from air_hpc.config.hydra_words import told_by
 from air_hpc.errors import Problem
 
+_MISSING = "???"
+"""OmegaConf's mark for a value that somebody else must give."""
+
 
 def resolve(config: dict[str, Any]) -> list[Problem]:
     """Fill `${...}` in place; a problem for each that cannot be filled (then without its key)."""
-    if not _interpolates(config):
+    if not _has_marks(config):
         return []
     problems: list[Problem] = []
-    _resolve_below(config, OmegaConf.create(config), "", problems)
+    _drop_malformed(config, "", problems)
+    _fill(config, OmegaConf.create(config), "", problems)
     return problems
 
 
-def _interpolates(value: Any) -> bool:
-    if isinstance(value, str):
-        return "${" in value
+def _has_marks(value: Any) -> bool:
     if isinstance(value, dict):
-        return any(_interpolates(entry) for entry in value.values())
-    return isinstance(value, list) and any(_interpolates(entry) for entry in value)
+        return any(_has_marks(entry) for entry in value.values())
+    if isinstance(value, list):
+        return any(_has_marks(entry) for entry in value)
+    return _is_marked(value)
 
 
-def _resolve_below(plain: Any, node: Any, prefix: str, problems: list[Problem]) -> None:
+def _is_marked(value: Any) -> bool:
+    return isinstance(value, str) and ("${" in value or value == _MISSING)
+
+
+def _drop_malformed(plain: Any, prefix: str, problems: list[Problem]) -> None:
+    """Take out what OmegaConf would not even hold, so that it can hold the rest."""
     for name, value in list(_entries(plain)):
         key = f"{prefix}{name}"
         if isinstance(value, dict | list):
-            _resolve_below(value, node[name], f"{key}.", problems)
-        elif isinstance(value, str) and "${" in value:
+            _drop_malformed(value, f"{key}.", problems)
+        elif value == _MISSING:
+            problems.append(Problem(key, value, "a value is needed here and none was given"))
+            _drop(plain, name)
+        elif _is_marked(value):
+            try:
+                OmegaConf.create({"value": value})
+            except (OmegaConfBaseException, ValueError) as error:
+                hint = "Write ${key} or ${oc.env:NAME}, and \\${ to mean the characters"
+                problems.append(Problem(key, value, told_by(error), hint=hint))
+                _drop(plain, name)
+
+
+def _fill(plain: Any, node: Any, prefix: str, problems: list[Problem]) -> None:
+    for name, value in list(_entries(plain)):
+        key = f"{prefix}{name}"
+        if isinstance(value, dict | list):
+            _fill(value, node[name], f"{key}.", problems)
+        elif _is_marked(value):
             try:
                 filled = node[name]
                 if OmegaConf.is_config(filled):
                     filled = OmegaConf.to_container(filled, resolve=True)
-            except (OmegaConfBaseException, ValueError, KeyError, OSError) as error:
+            except _UNFILLED as error:
                 hint = "Set what it names, or give the value itself"
                 problems.append(Problem(key, value, told_by(error), hint=hint))
-                if isinstance(plain, dict):
-                    del plain[name]
+                _drop(plain, name)
                 continue
             plain[name] = filled
+
+
+_UNFILLED = (OmegaConfBaseException, ValueError, KeyError, OSError, RecursionError)
+
+
+def _drop(plain: Any, name: Any) -> None:
+    """Remove a key; an entry of a list becomes empty text, so that its neighbours keep places."""
+    if isinstance(plain, dict):
+        del plain[name]
+    else:
+        plain[name] = ""
 
 
 def _entries(plain: Mapping[Any, Any] | list[Any]) -> Iterator[tuple[Any, Any]]:

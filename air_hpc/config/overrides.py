@@ -17,6 +17,8 @@ from air_hpc.config.build import fields_of, nearest_key, options_of, show
 from air_hpc.config.spec import RunSpec
 from air_hpc.errors import Problem
 
+_GROUPS_OF_NO_SECTION = ("experiment",)
+
 Action = Literal["change", "add", "force", "delete"]
 
 
@@ -73,7 +75,7 @@ def apply(config: dict[str, Any], assignment: Assignment) -> Problem | None:
             assignment.key,
             show(assignment.value),
             "unknown key",
-            hint=nearest_key(assignment.key, RunSpec),
+            hint=nearest_key(assignment.key, RunSpec, _GROUPS_OF_NO_SECTION),
         )
     holder = config
     for depth, part in enumerate(parents):
@@ -129,7 +131,7 @@ def _delete(config: dict[str, Any], assignment: Assignment) -> Problem | None:
             assignment.key,
             "~",
             "the config has no such key to delete",
-            hint=nearest_key(assignment.key, RunSpec),
+            hint=nearest_key(assignment.key, RunSpec, _GROUPS_OF_NO_SECTION),
         )
     holder: Any = config
     for part in parents:

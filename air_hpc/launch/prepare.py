@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
+import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,13 +17,13 @@ from typing import Any
 
 from air_hpc.config.freeze import canonical_hash, to_plain
 from air_hpc.config.spec import RunSpec
-from air_hpc.errors import BadInput, EnvironmentFailure, Problem
+from air_hpc.errors import BadInput, Problem
+from air_hpc.launch import bulk, code, identity, options, script
 from air_hpc.launch import chunk as chunking
-from air_hpc.launch import code, identity, options, script
 from air_hpc.launch.submission import Ask, Chunk, Submission, save, submission_dir
 from air_hpc.plan.frozen import freeze_run, render_run_yaml
 from air_hpc.plan.types import Plan
-from air_hpc.rundir.atomic import fsync_dir, remove_tree, write_file
+from air_hpc.rundir.atomic import ASIDE_PREFIX, remove_tree
 from air_hpc.rundir.layout import SHARED_DIR, RunDir, create_run_dir
 from air_hpc.slurm import limits
 from air_hpc.slurm.environment import user_defaults
@@ -121,7 +121,7 @@ def plan_submission(
     """The submission's record, every name in it fixed; makes nothing."""
     first = checked.tasks[0].spec
     stamp = time.time() if now is None else now
-    run_ids = tuple(identity.run_id(task.spec.model.name, now=stamp) for task in checked.tasks)
+    run_ids = identity.run_ids([task.spec.model.name for task in checked.tasks], now=stamp)
     single = len(run_ids) == 1
     name = submission_id or (run_ids[0] if single else identity.sweep_id(now=stamp))
     runs_dir = runs_dir_of(first, cwd)
@@ -133,7 +133,8 @@ def plan_submission(
         path = runs_dir / runs[0] / "submit" / "script.sh" if single else folder / f"{number}.sh"
         chunks.append(Chunk(str(path), runs, array=not single))
         task = checked.tasks[group.tasks[0]]
-        base = identity.job_name(options.label_of(task.spec), identity.submission_key())
+        label = options.label_of([checked.tasks[position].spec for position in group.tasks])
+        base = identity.job_name(label, identity.submission_key())
         launch = task.spec.launch
         links = launch.chain_length if launch.continuation == "chain" else 1
         if first.cluster.kind != "slurm":
@@ -175,9 +176,9 @@ def prepare(
         text = script_text(planned, number, by_id[part.runs[0]], cwd=cwd)
         path = Path(part.script)
         if part.array:
-            _write(index_path(planned, number), _index_text(planned, part))
-        _write(path, text, mode=0o700)
-        fsync_dir(path.parent)
+            bulk.write_new(index_path(planned, number), _index_text(planned, part))
+        bulk.write_new(path, text, mode=0o700)
+    bulk.flush(runs_dir)
     ready = replace(planned, state="ready")
     save(ready)
     return ready
@@ -248,31 +249,23 @@ def _make_run(
         "commit": None if stored is None else stored.commit,
     }
     mode = 0o640 if task.spec.launch.share_group else 0o600
-    _write(run.submit_dir / "submission.json", json.dumps(pointer, indent=1) + "\n", mode)
-    if not run.channel_key.exists():
-        _write(run.channel_key, secrets.token_hex(32), 0o600)
+    bulk.write_new(run.submit_dir / "submission.json", json.dumps(pointer, indent=1) + "\n", mode)
     if stored is not None:
         code.link(stored, run.code_dir)
     # Last: a directory without run.yaml is no run.
-    _write(run.run_yaml, render_run_yaml(frozen), mode)
-    fsync_dir(run.path)
+    bulk.write_new(run.run_yaml, render_run_yaml(frozen), mode)
 
 
 def discard(planned: Submission) -> None:
-    """Remove the run directories of a submission that never became ready: none can have a job."""
+    """Remove all of a submission that never became ready: no job of it can exist.
+
+    Its record goes last: it is what names the rest.
+    """
     for run_id in planned.run_ids:
         remove_tree(Path(planned.runs_dir) / run_id)
-
-
-def _write(path: Path, text: str, mode: int = 0o600) -> None:
-    try:
-        write_file(path, text.encode("utf-8"), mode)
-    except OSError as error:
-        raise EnvironmentFailure(
-            f"cannot write {path}: {error.strerror}",
-            tried=f"write {path}",
-            next_step="check space, inodes and permissions of runs_dir, then repeat the command",
-        ) from None
+    for left in Path(planned.runs_dir).glob(f"{ASIDE_PREFIX}doomed-*"):
+        shutil.rmtree(left, ignore_errors=True)
+    remove_tree(planned.folder)
 
 
 def _index_text(planned: Submission, part: Chunk) -> str:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from air_hpc.errors import BadInput, EnvironmentFailure, Problem
-from air_hpc.launch import prepare
+from air_hpc.launch import bulk, prepare
 from air_hpc.launch.executor import AgentExecutor
 from air_hpc.launch.prepare import Progress, Task
 from air_hpc.launch.result import Result, result_of
@@ -28,7 +28,7 @@ from air_hpc.launch.submission import (
     save,
     submission_dir,
 )
-from air_hpc.rundir.events import Kind, read_ledger, record
+from air_hpc.rundir.events import Event, Kind, parse_ledger, read_ledger
 from air_hpc.rundir.layout import SHARED_DIR, RunDir
 from air_hpc.slurm import jobs, snapshot
 from air_hpc.slurm.command import CommandFailure, CommandTimeout
@@ -241,36 +241,35 @@ def _record(current: Submission, ask: Ask) -> None:
     """Tell each run's ledger, unless it has been told (a retry comes here again)."""
     part = current.chunks[ask.chunk]
     for index, run_id in enumerate(part.runs):
-        run = prepare.run_dir(current, run_id)
-        if _is_recorded(run, ask.job_id):
-            continue
-        record(
-            run,
-            "submit",
-            Kind.SUBMITTED,
-            job_id=ask.job_id,
-            array_task_id=index if part.array else None,
-            cluster=current.kind,
-            key=ask.name,
-            script=part.script,
-            submission=current.id,
-            link=ask.link,
-        )
+        facts = {
+            "job_id": ask.job_id,
+            "array_task_id": index if part.array else None,
+            "cluster": current.kind,
+            "key": ask.name,
+            "script": part.script,
+            "submission": current.id,
+            "link": ask.link,
+        }
+        _tell(prepare.run_dir(current, run_id), Event(time.time(), Kind.SUBMITTED, facts=facts))
+    bulk.flush(Path(current.runs_dir))
 
 
-def _is_recorded(run: RunDir, job_id: str | None) -> bool:
+def _tell(run: RunDir, event: Event) -> None:
+    """Append to the run's ledger, in the file that only submission writes."""
     path = run.ledger_dir / "submit.jsonl"
-    if not path.exists():
-        return False
-    return any(
-        event.kind == Kind.SUBMITTED and event.facts.get("job_id") == job_id
-        for event in read_ledger(run).events
-    )
+    if path.exists():
+        told, torn = parse_ledger(path.read_bytes(), "submit")
+        if any((e.kind, e.facts) == (event.kind, event.facts) for e in told):
+            return
+        if torn:
+            bulk.append(path, "")
+    bulk.append(path, event.to_json())
 
 
 def _record_refusal(current: Submission, ask: Ask, reason: str) -> None:
     for run_id in current.chunks[ask.chunk].runs:
-        record(prepare.run_dir(current, run_id), "submit", Kind.SUBMIT_FAILED, reason=reason)
+        event = Event(time.time(), Kind.SUBMIT_FAILED, facts={"reason": reason, "key": ask.name})
+        _tell(prepare.run_dir(current, run_id), event)
 
 
 def _queue_full(failure: CommandFailure) -> bool:

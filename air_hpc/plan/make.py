@@ -29,15 +29,20 @@ _BATCH_KEYS = (*_MESH_KEYS, "train.global_batch_size", "train.micro_batch_size")
 
 
 def make_plan(
-    spec: RunSpec, *, local_cpu_count: int | None = None, unsure: Collection[str] = ()
+    spec: RunSpec,
+    *,
+    local_cpu_count: int | None = None,
+    unsure: Collection[str] = (),
+    to_run: bool = True,
 ) -> tuple[Plan | None, list[Problem]]:
     """The Plan, or None where a problem stands in its way; and all problems, warnings among them.
 
     `local_cpu_count`: processors of this machine (asked for when None), which only
     `cluster.kind=local` needs. `unsure`: keys that already have a problem and so hold a default;
-    nothing is said about what depends on them.
+    nothing is said about what depends on them. `to_run`: whether the run is meant to start here
+    with this version; if not, what only stops that is a warning.
     """
-    problems = check_spec(spec, unsure)
+    problems = check_spec(spec, unsure, to_run=to_run)
     mesh, mesh_problems = resolve_mesh(spec)
     if not depends_on(_MESH_KEYS, unsure):
         problems += mesh_problems
@@ -48,7 +53,8 @@ def make_plan(
             problems += batch_problems
     if mesh is None or unsure or any(not problem.warning for problem in problems):
         return None, problems
-    return _plan(spec, mesh, micro_batch_size, local_cpu_count), problems
+    plan = _plan(spec, mesh, micro_batch_size, local_cpu_count)
+    return plan, problems + _memory_warning(spec, plan)
 
 
 def _plan(spec: RunSpec, mesh: Mesh, micro_batch_size: int, local_cpu_count: int | None) -> Plan:
@@ -92,6 +98,19 @@ def _micro_batch(spec: RunSpec, mesh: Mesh) -> tuple[int, list[Problem]]:
         allowed = f"auto or a divisor of {rank_batch}"
         return 1, [Problem("train.micro_batch_size", str(asked), message, allowed, hint)]
     return asked, []
+
+
+def _memory_warning(spec: RunSpec, plan: Plan) -> list[Problem]:
+    """A warning where the estimate is above the device's memory: an estimate stops nobody."""
+    memory_bytes, need_bytes = spec.accelerator.memory_bytes, plan.memory_per_rank.total_bytes
+    if memory_bytes is None or need_bytes <= memory_bytes:
+        return []
+    message = (
+        f"a rank needs about {need_bytes / 1e9:.0f} GB,"
+        f" accelerator={spec.accelerator.name} has {memory_bytes / 1e9:.0f} GB"
+    )
+    hint = "Shard over more devices (parallelism=fsdp, launch.nodes) or lower micro_batch_size"
+    return [Problem("parallelism", spec.parallelism.name, message, hint=hint, warning=True)]
 
 
 def lead_s(spec: RunSpec) -> float:

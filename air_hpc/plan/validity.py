@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import urllib.parse
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import get_args
 
 from air_hpc.config.spec import RunSpec
@@ -16,21 +16,40 @@ from air_hpc.errors import Problem, nearest
 from air_hpc.hardware.accelerator import Precision
 from air_hpc.plan.mesh import nearest_divisors
 
+_BYTES = 256
+
 Check = Callable[[RunSpec], Iterable[Problem]]
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A check and the keys (or sections) it reads."""
+    """A check and the keys (or sections) it reads.
+
+    `to_run`: it is about what this version and place can run, not about the config: somebody who
+    only plans is warned.
+    """
 
     reads: tuple[str, ...]
     check: Check
+    to_run: bool = False
 
 
-def check_spec(spec: RunSpec, unsure: Collection[str] = ()) -> list[Problem]:
-    """Every problem across keys; checks that read an `unsure` key are left out."""
-    rules = (rule for rule in RULES if not depends_on(rule.reads, unsure))
-    return [problem for rule in rules for problem in rule.check(spec)]
+def check_spec(
+    spec: RunSpec, unsure: Collection[str] = (), *, to_run: bool = True
+) -> list[Problem]:
+    """Every problem across keys; checks that read an `unsure` key are left out.
+
+    Unless the spec is `to_run`, what only stops a run is a warning.
+    """
+    problems: list[Problem] = []
+    for rule in RULES:
+        if depends_on(rule.reads, unsure):
+            continue
+        found = rule.check(spec)
+        if rule.to_run and not to_run:
+            found = [replace(problem, warning=True) for problem in found]
+        problems += found
+    return problems
 
 
 def depends_on(reads: Collection[str], unsure: Collection[str]) -> bool:
@@ -78,6 +97,13 @@ def _degrees(spec: RunSpec) -> Iterable[Problem]:
     if pp > model.layers:
         message = f"pp ({pp}) is more stages than model.layers ({model.layers})"
         yield Problem("parallelism.pp", str(pp), message, f"at most {model.layers}")
+
+
+def _vocabulary(spec: RunSpec) -> Iterable[Problem]:
+    vocabulary = spec.model.vocab_size
+    if spec.data.source == "python_stdlib" and vocabulary < _BYTES:
+        message = f"data={spec.data.name} is bytes, so tokens go up to {_BYTES - 1}"
+        yield Problem("model.vocab_size", str(vocabulary), message, f"at least {_BYTES}")
 
 
 def _engine(spec: RunSpec) -> Iterable[Problem]:
@@ -206,6 +232,9 @@ _STORE_SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "da
 
 def _tracking(spec: RunSpec) -> Iterable[Problem]:
     uri = spec.tracking.uri
+    if uri == "auto" and spec.cluster.kind == "local" and set(spec.runs_dir) & set("?#"):
+        message = "the default store in this folder has no address (? and # mean something there)"
+        yield Problem("runs_dir", spec.runs_dir, message, "a path without ? and #")
     if uri is None or uri in ("auto", "databricks"):
         return
     allowed = "auto, null, https://..., http://..., sqlite:///<path>, a database, databricks"
@@ -232,13 +261,14 @@ def _tracking(spec: RunSpec) -> Iterable[Problem]:
 RULES: tuple[Rule, ...] = (
     Rule(("model",), _model_shape),
     Rule(("model", "parallelism", "data.sequence_length"), _degrees),
-    Rule(("parallelism", "engine"), _engine),
+    Rule(("model.vocab_size", "data"), _vocabulary),
+    Rule(("parallelism", "engine"), _engine, to_run=True),
     Rule(("accelerator", "train.precision"), _accelerator),
     Rule(("accelerator",), _accelerator_figures),
     Rule(("schedule", "train.steps"), _schedule),
     Rule(("launch.time_limit_min", "launch.lead_s"), _time_limit),
     Rule(("recovery",), _heartbeat),
     Rule(("cluster",), _container),
-    Rule(("cluster", "launch.nodes"), _local_nodes),
-    Rule(("tracking.uri",), _tracking),
+    Rule(("cluster", "launch.nodes"), _local_nodes, to_run=True),
+    Rule(("tracking.uri", "cluster", "runs_dir"), _tracking),
 )

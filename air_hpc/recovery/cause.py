@@ -21,6 +21,8 @@ from dataclasses import dataclass
 
 from air_hpc.rundir.words import FailureClass
 
+_RUNNING = frozenset({"RUNNING", "SUSPENDED", "SIGNALING", "RESIZING", "STOPPED", "CONFIGURING"})
+"""SIGNALING is shown for moments in place of RUNNING while Slurm delivers a signal (seen, 22.05)."""
 _GONE_FOR_TIME = frozenset({"TIMEOUT", "DEADLINE"})
 
 
@@ -37,7 +39,7 @@ class SlurmWord:
     @property
     def running(self) -> bool:
         """Whether Slurm still holds the job to be running."""
-        return self.state.startswith(("RUNNING", "SUSPENDED"))
+        return self.state in _RUNNING
 
 
 @dataclass(frozen=True)
@@ -66,8 +68,8 @@ def cause_of_stop(signal_name: str, word: SlurmWord | None, own_restarts: int) -
         said += f", Reason={word.reason}"
     if word.restarts > own_restarts:
         return Cause(FailureClass.REQUEUED, said)
-    if word.preempted:
-        return Cause(FailureClass.PREEMPTED, said + ", PreemptTime set")
+    if word.preempted or word.state == "PREEMPTED":
+        return Cause(FailureClass.PREEMPTED, said + (", PreemptTime set" if word.preempted else ""))
     if announced and word.running:
         return Cause(FailureClass.TIME_LIMIT, f"{signal_name} ahead of the time limit")
     if "TimeLimit" in word.reason or word.state in _GONE_FOR_TIME:
@@ -81,13 +83,22 @@ REQUEUES_PREEMPTED_SINCE = (24, 11)
 """From this version Slurm requeues a preempted job that exits inside its grace; 22.05 does not."""
 
 
-def slurm_requeues_itself(failure_class: FailureClass, word: SlurmWord | None) -> bool:
-    """Whether Slurm starts the job again without being asked.
+def requeued_already(word: SlurmWord | None, own_restarts: int) -> bool:
+    """Whether Slurm has requeued the job since this start: whatever is asked for is too much."""
+    return word is not None and word.restarts > own_restarts
+
+
+def slurm_requeues_itself(
+    failure_class: FailureClass, word: SlurmWord | None, own_restarts: int
+) -> bool:
+    """Whether Slurm starts the job again without being asked, or has been asked already.
 
     Between 22.05 and 24.11 nobody has looked; an own requeue too many costs one start that finds a
     terminal verdict and leaves at once, a missing one costs the run, so those are asked for.
     """
     if failure_class is FailureClass.REQUEUED:
+        return True
+    if requeued_already(word, own_restarts):
         return True
     if failure_class is FailureClass.PREEMPTED and word is not None and word.running:
         return word.version >= REQUEUES_PREEMPTED_SINCE

@@ -1,8 +1,8 @@
 """From how the workers of a generation ended to one failure class and one line of evidence.
 
-The first failing rank is found by time, not by who printed last: when one worker dies, the others
-see their connections break a moment later, so an end that looks like the network's counts only
-where no other kind is among the first ones.
+The first failing rank is found by time, not by who printed last. Two kinds of end are consequences
+and count only where there is no other: when one worker dies, the others see their connections break
+a moment later (class `network`); and those that hang on for the dead one are killed by their agent.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ class WorkerEnd:
     done_step: int
     last_words: Mapping[str, Any] | None
     arrived: float
+    killed_by_agent: bool = False
+    """Whether it was still there when the agents were told to kill what is left."""
 
     @property
     def finished(self) -> bool:
@@ -75,7 +77,9 @@ def classify(end: WorkerEnd) -> Failure:
     if status is not None and status < 0:
         name = signal.Signals(-status).name if -status in _SIGNALS else f"signal {-status}"
         text = f"killed by {name} in phase {end.phase}"
-        if status == -signal.SIGKILL:
+        if end.killed_by_agent:
+            text += ", by its agent"
+        elif status == -signal.SIGKILL:
             text += " (by hand, or out of memory: see the kernel's log)"
         return Failure(FailureClass.UNKNOWN, f"{where}: {text}", end.phase, end.rank)
     text = f"ended with exit status {status} in phase {end.phase} without a word"
@@ -87,12 +91,14 @@ _SIGNALS = {int(number) for number in signal.Signals}
 
 def first_failure(ends: Sequence[WorkerEnd]) -> Failure | None:
     """The failure that the others followed from, or None when no worker failed."""
-    failures = [
-        classify(end) for end in sorted(ends, key=lambda e: (e.arrived, e.rank)) if end.failed
-    ]
-    if not failures:
-        return None
-    return next(
-        (failure for failure in failures if failure.failure_class is not FailureClass.NETWORK),
-        failures[0],
-    )
+    failed = [end for end in ends if end.failed]
+    return classify(min(failed, key=_order)) if failed else None
+
+
+def _order(end: WorkerEnd) -> tuple[int, float, int]:
+    """Causes before consequences, then by time."""
+    if end.killed_by_agent and end.exit_status == -signal.SIGKILL:
+        weight = 2
+    else:
+        weight = int(classify(end).failure_class is FailureClass.NETWORK)
+    return weight, end.arrived, end.rank

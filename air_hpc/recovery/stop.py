@@ -4,8 +4,8 @@ The coordinator's side of rule 2. Each worker publishes the step it begins, then
 and begins no further step under it. So:
 
 1. a stop is asked for: every node sets the flag for its workers (action `SET_FLAG`);
-2. a node whose workers' flags are set reports the largest step that any of them has published;
-   from that moment none of its workers publishes another one;
+2. a node whose workers' flags are set reports the largest step that any of them has published:
+   whoever missed the flag had published its step before, and none begins another one now;
 3. with every node's report the target is the largest: it is sent to all (action `SET_TARGET`), and
    every worker runs up to it and leaves.
 

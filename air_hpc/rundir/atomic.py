@@ -63,11 +63,20 @@ def make_exclusive_dir(path: Path, mode: int = 0o700) -> bool:
     return True
 
 
+def take_aside(path: Path) -> Path | None:
+    """Rename a directory durably to a name that readers skip; None when it is not there."""
+    aside = path.with_name(f"{ASIDE_PREFIX}doomed-{secrets.token_hex(4)}")
+    try:
+        os.rename(path, aside)
+    except FileNotFoundError:
+        return None
+    # Without this a power loss could keep the removal of the files and forget the rename.
+    fsync_dir(path.parent)
+    return aside
+
+
 def remove_tree(path: Path) -> None:
     """Remove a directory tree so that its name disappears first: a crash leaves no half of it."""
-    doomed = path.with_name(f"{ASIDE_PREFIX}doomed-{secrets.token_hex(4)}")
-    try:
-        os.rename(path, doomed)
-    except FileNotFoundError:
-        return
-    shutil.rmtree(doomed, ignore_errors=True)
+    aside = take_aside(path)
+    if aside is not None:
+        shutil.rmtree(aside, ignore_errors=True)

@@ -26,9 +26,10 @@ import hashlib
 import json
 import os
 import re
+import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from air_hpc.errors import AirHpcError
@@ -36,6 +37,7 @@ from air_hpc.rundir.atomic import (
     ASIDE_PREFIX,
     fsync_dir,
     remove_tree,
+    take_aside,
     write_atomic,
     write_file,
 )
@@ -101,8 +103,12 @@ def begin_save(run: RunDir, token: Token, step: int) -> Path:
 
 
 def abort_save(path: Path) -> None:
-    """Remove what a failed save left (as much of it as the file system lets go)."""
-    remove_tree(path)
+    """Remove what a failed save left (as much of it as the file system lets go).
+
+    Raises nothing: what stays is swept by the next generation.
+    """
+    with contextlib.suppress(OSError):
+        remove_tree(path)
 
 
 def commit_save(
@@ -119,7 +125,8 @@ def commit_save(
     Raises:
         Fenced: a newer generation owns the run; nothing was committed.
         CheckpointInvalid: a file is missing, has another size or is not in `files`.
-        OSError: the file system refused (full, quota, stale); nothing was committed.
+        OSError: the file system refused (full, quota, stale); nothing was committed, unless it was
+            the very last fsync that failed: then the checkpoint stands, and is found on reading.
     """
     saving = run.checkpoints_dir / f".saving-step-{step}.{token}"
     _require_files(saving, files)
@@ -129,8 +136,8 @@ def commit_save(
         (saving / name).unlink(missing_ok=True)
     write_file(saving / MANIFEST, manifest)
     write_file(saving / COMMITTED, json.dumps({"token": str(token), "manifest": sha}).encode())
-    for folder in sorted({(saving / name).parent for name in files} | {saving}, reverse=True):
-        fsync_dir(folder)
+    for folder in _folders(files):
+        fsync_dir(saving / folder)
     require_newest(run, token)
     target = checkpoint_path(run, step)
     standing = _rename_into_place(run, token, saving, target)
@@ -146,7 +153,7 @@ def _rename_into_place(run: RunDir, token: Token, saving: Path, target: Path) ->
     One that cannot be used (bad, or a fenced writer's) is moved out of the way first, unless it
     carries a newer token than ours.
     """
-    for _ in range(2):
+    for _ in range(3):  # a fenced writer's late rename may take the name once more
         try:
             os.rename(saving, target)
             return None
@@ -157,13 +164,37 @@ def _rename_into_place(run: RunDir, token: Token, saving: Path, target: Path) ->
             standing = read_checkpoint(target)
             if standing.token > token:
                 raise Fenced(f"{target.name} was committed by the newer token {standing.token}")
-            if not (target / BAD).exists() and _counts(run, standing):
+            if not is_bad(target) and _counts(run, standing):
                 verify_sizes(standing)
                 remove_tree(saving)
                 return standing
         require_newest(run, token)
-        remove_tree(target)
+        _remove_unless_newer(target, token)
     raise OSError(errno.ENOTEMPTY, "cannot replace", str(target))
+
+
+def _remove_unless_newer(path: Path, token: Token) -> None:
+    """Remove a checkpoint; raises Fenced, and puts it back, when a newer token committed it.
+
+    Whoever judged the folder may have been stopped for minutes since; what stands there now can be
+    a newer generation's. So what was taken away is looked at once more before it is destroyed.
+    """
+    aside = take_aside(path)
+    if aside is None:
+        return
+    with contextlib.suppress(CheckpointInvalid):
+        owner = read_checkpoint(aside).token
+        if owner > token:
+            os.rename(aside, path)
+            fsync_dir(path.parent)
+            raise Fenced(f"{path.name} was committed by the newer token {owner}")
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _folders(files: Iterable[str]) -> list[PurePosixPath]:
+    """Every folder that `files` lie in, the innermost first, `.` last."""
+    folders = {PurePosixPath(".")}.union(*(PurePosixPath(name).parents for name in files))
+    return sorted(folders, key=lambda folder: (-len(folder.parts), folder))
 
 
 def _render_manifest(
@@ -263,11 +294,27 @@ def verify_fully(checkpoint: Checkpoint) -> None:
         verify_file(checkpoint, name)
 
 
-def mark_bad(run: RunDir, step: int, reason: str) -> None:
-    """Never choose this checkpoint again. Keeps its files as evidence."""
+def mark_bad(run: RunDir, step: int, reason: str, *, token: Token | None = None) -> None:
+    """Never choose this checkpoint again. Keeps its files as evidence.
+
+    A generation gives its `token`: the mark of a fenced one is void on a newer one's checkpoint,
+    which may have taken the place of the one it judged. A person's mark (no token) always holds.
+    """
     path = checkpoint_path(run, step)
-    if path.is_dir():
-        write_atomic(path / BAD, reason.encode("utf-8", errors="replace"))
+    mark = {"token": None if token is None else str(token), "reason": reason}
+    with contextlib.suppress(FileNotFoundError):
+        write_atomic(path / BAD, json.dumps(mark).encode())
+
+
+def is_bad(path: Path) -> bool:
+    """Whether a checkpoint folder carries a mark that holds."""
+    try:
+        mark = json.loads((path / BAD).read_bytes())
+        return not Token.parse(mark["token"]) < read_checkpoint(path).token
+    except FileNotFoundError:
+        return False
+    except (OSError, ValueError, KeyError, TypeError, CheckpointInvalid):
+        return True
 
 
 @dataclass(frozen=True)
@@ -286,12 +333,14 @@ def find_candidates(run: RunDir) -> Candidates:
     usable: list[Checkpoint] = []
     rejected: list[tuple[int, str]] = []
     for step, path in sorted(_step_dirs(run), reverse=True):
-        if (path / BAD).exists():
+        if is_bad(path):
             continue
         try:
             checkpoint = read_checkpoint(path)
             if not _counts(run, checkpoint):
                 continue
+            if checkpoint.step != step:
+                raise CheckpointInvalid(f"{path.name}: its manifest is of step {checkpoint.step}")
             verify_sizes(checkpoint)
             usable.append(checkpoint)
         except CheckpointInvalid as error:
@@ -352,10 +401,12 @@ def retire(
     """Remove checkpoints that retention no longer keeps; returns their steps.
 
     `verified` is the newest step whose digests were checked by reading (the one resumed from): it
-    stays although newer ones exist, since those were only written. Bad ones older than every
-    kept checkpoint go too. Raises Fenced when this token is no longer the newest.
+    stays although newer ones exist, since those were only written. Bad ones, and late ones of
+    fenced writers, go too when they are older than every kept checkpoint. Raises Fenced when this
+    token is no longer the newest.
     """
     require_newest(run, token)
+    fsync_dir(run.checkpoints_dir)  # the names of those that stay, before any other goes
     usable = committed_steps(run)
     doomed = steps_to_retire(
         usable, keep_last=keep_last, keep_every_steps=keep_every_steps, verified=verified
@@ -365,11 +416,20 @@ def retire(
         doomed += [
             step
             for step, path in _step_dirs(run)
-            if step < oldest_kept and step not in usable and (path / BAD).exists()
+            if step < oldest_kept and step not in usable and _is_refuse(run, path)
         ]
     for step in doomed:
-        remove_tree(checkpoint_path(run, step))
+        _remove_unless_newer(checkpoint_path(run, step), token)
     return sorted(doomed)
+
+
+def _is_refuse(run: RunDir, path: Path) -> bool:
+    """Whether a checkpoint is marked bad or void; one that cannot be read now is neither."""
+    if is_bad(path):
+        return True
+    with contextlib.suppress(CheckpointInvalid):
+        return not _counts(run, read_checkpoint(path))
+    return False
 
 
 def sweep_leftovers(run: RunDir, token: Token) -> list[str]:

@@ -8,6 +8,7 @@ kinds and facts it does not know.
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -17,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from air_hpc.rundir.atomic import write_all
+from air_hpc.rundir.atomic import fsync_dir, write_all
 from air_hpc.rundir.fence import Token
 from air_hpc.rundir.layout import RunDir
 
@@ -88,16 +89,19 @@ class Event:
             body = json.loads(line)
             token = body.get("token")
             facts = body.get("facts", {})
+            moment = float(body["time"])
             if not isinstance(facts, dict) or not isinstance(body["kind"], str):
                 return None
+            if not math.isfinite(moment):
+                return None
             return cls(
-                time=float(body["time"]),
+                time=moment,
                 kind=body["kind"],
                 token=None if token is None else Token.parse(token),
                 facts=facts,
                 writer=writer,
             )
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
             return None
 
 
@@ -110,10 +114,11 @@ class LedgerWriter:
         self.writer = writer
         path = run.ledger_dir / f"{writer}.jsonl"
         self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
+        fsync_dir(run.ledger_dir)  # the name must not be lost either
         self._end_torn_line()
 
     def _end_torn_line(self) -> None:
-        """A crash may have left a line without its end: never glue the next event to it."""
+        """A crash or a full disk may have cut a line: never glue the next event to it."""
         size = os.fstat(self._fd).st_size
         if size and os.pread(self._fd, 1, size - 1) != b"\n":
             write_all(self._fd, b"\n")
@@ -121,6 +126,7 @@ class LedgerWriter:
     def append(self, kind: str, token: Token | None = None, **facts: Any) -> Event:
         """Write one event; raises OSError when the file system does not take it."""
         event = Event(self._clock(), str(kind), token, facts, self.writer)
+        self._end_torn_line()
         write_all(self._fd, event.to_json().encode() + b"\n")
         os.fsync(self._fd)
         return event

@@ -14,6 +14,7 @@ void however the instructions interleave.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -21,7 +22,7 @@ import secrets
 from dataclasses import dataclass
 from functools import total_ordering
 
-from air_hpc.errors import AirHpcError
+from air_hpc.errors import AirHpcError, EnvironmentFailure
 from air_hpc.rundir.atomic import make_exclusive_dir, write_atomic
 from air_hpc.rundir.layout import RunDir
 
@@ -106,7 +107,8 @@ def still_newest(run: RunDir, token: Token) -> bool:
     """
     probe = run.tokens_dir / f".probe-{secrets.token_hex(4)}"
     probe.mkdir(mode=0o700)
-    probe.rmdir()
+    with contextlib.suppress(FileNotFoundError):
+        probe.rmdir()
     return newest_token(run) == token
 
 
@@ -131,12 +133,22 @@ def record_inherited(run: RunDir, token: Token, checkpoints: dict[int, str]) -> 
 
 
 def newest_inherited(run: RunDir) -> Inherited | None:
-    """The list of the newest generation that made one, or None before the first."""
+    """The list of the newest generation that made one, or None before the first.
+
+    Raises EnvironmentFailure when that list cannot be read: what counts is then unknown.
+    """
     for token in reversed(tokens(run)):
         path = run.tokens_dir / str(token) / _INHERITED
         try:
             body = json.loads(path.read_bytes())
+            checkpoints = {int(k): str(v) for k, v in body["checkpoints"].items()}
         except FileNotFoundError:
             continue
-        return Inherited(token, {int(k): str(v) for k, v in body["checkpoints"].items()})
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise EnvironmentFailure(
+                f"cannot tell which checkpoints count: {path} is damaged ({error})",
+                tried=f"read {path}",
+                next_step=f"restore the file, or remove it to accept the list before {token}",
+            ) from None
+        return Inherited(token, checkpoints)
     return None

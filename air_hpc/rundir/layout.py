@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import grp
 import os
 import secrets
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +13,9 @@ from air_hpc.rundir.atomic import write_file
 
 SHARED_DIR = ".air_hpc"
 """Inside the runs folder: what all runs of a user share (code, calibrations, submissions)."""
+
+_UNCHANGED = -1
+"""chown(2): leave the owner or the group as it is."""
 
 _FOLDERS = ("submit", "tokens", "ledger", "checkpoints", "attempts", "attempts/intents", "metrics")
 
@@ -100,6 +103,8 @@ class RunDir:
 def create_run_dir(runs_dir: Path, run_id: str, *, group: str | None = None) -> RunDir:
     """Make the skeleton of a run, mode 0700 (2770 when shared with a group by intent).
 
+    The modes hold whatever the umask is. Nothing is made when the group does not exist.
+
     Raises:
         BadInput: the id is taken, or the group does not exist.
         EnvironmentFailure: the runs folder cannot be written.
@@ -107,19 +112,22 @@ def create_run_dir(runs_dir: Path, run_id: str, *, group: str | None = None) -> 
     run = RunDir(runs_dir.absolute() / run_id)
     mode = 0o700 if group is None else 0o2770
     try:
-        run.runs_dir.mkdir(parents=True, exist_ok=True)
-        run.shared_dir.mkdir(mode=0o700, exist_ok=True)
-        run.path.mkdir(mode=mode)
-        if group is not None:
-            shutil.chown(run.path, group=group)
-            os.chmod(run.path, mode)
-        for name in _FOLDERS:
-            (run.path / name).mkdir(mode=mode)
-        write_file(run.channel_key, secrets.token_bytes(32))
-    except FileExistsError:
-        raise BadInput.single("run id", run_id, f"exists already in {runs_dir}") from None
+        group_id = _UNCHANGED if group is None else grp.getgrnam(group).gr_gid
     except LookupError:
         raise BadInput.single("launch.share_group", group, "no such group") from None
+    try:
+        run.runs_dir.mkdir(parents=True, exist_ok=True)
+        run.shared_dir.mkdir(mode=0o700, exist_ok=True)
+        try:
+            run.path.mkdir(mode=mode)
+        except FileExistsError:
+            raise BadInput.single("run id", run_id, f"exists already in {runs_dir}") from None
+        for name in ("", *_FOLDERS):
+            folder = run.path / name
+            folder.mkdir(mode=mode, exist_ok=True)
+            os.chown(folder, _UNCHANGED, group_id)
+            os.chmod(folder, mode)
+        write_file(run.channel_key, secrets.token_bytes(32))
     except OSError as error:
         raise EnvironmentFailure(
             f"cannot make the run directory {run.path}: {error.strerror}",
@@ -141,4 +149,4 @@ def list_runs(runs_dir: Path) -> list[RunDir]:
     """Every run below a runs folder, oldest name first (ids begin with model and date)."""
     if not runs_dir.is_dir():
         return []
-    return [RunDir(path.parent.absolute()) for path in sorted(runs_dir.glob("*/run.yaml"))]
+    return [RunDir(path.parent.absolute()) for path in sorted(runs_dir.glob("[!.]*/run.yaml"))]

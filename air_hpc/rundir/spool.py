@@ -7,6 +7,7 @@ The writer buffers and writes at most once an interval, so that a step costs one
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from air_hpc.rundir.atomic import write_all
+from air_hpc.rundir.atomic import fsync_dir
 from air_hpc.rundir.fence import Token
 from air_hpc.rundir.layout import RunDir
 
@@ -50,25 +51,37 @@ class SpoolWriter:
         self._clock = clock
         self._interval_s = interval_s
         self._fd = os.open(spool_path(run, token), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        fsync_dir(run.metrics_dir)  # the name must not be lost either
         self._lines: list[str] = []
+        self._unwritten = b""
         self._flushed = clock()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Keep the metrics of a step; written when the interval has passed."""
+        """Keep the metrics of a step; written when the interval has passed.
+
+        A file system that takes nothing now (full, quota) does not end the step: the metrics are
+        kept, and the `flush` before the next save says so.
+        """
         now = self._clock()
         values = {
             key: value if math.isfinite(value) else str(value) for key, value in metrics.items()
         }
         self._lines.append(json.dumps({"step": step, "time": now, "metrics": values}))
         if now - self._flushed >= self._interval_s:
-            self.flush()
+            with contextlib.suppress(OSError):
+                self.flush()
 
     def flush(self) -> None:
-        """Write what is buffered; `sync` makes it durable."""
-        if self._lines:
-            write_all(self._fd, ("\n".join(self._lines) + "\n").encode())
-            self._lines.clear()
+        """Write what is buffered; `sync` makes it durable.
+
+        Raises OSError when the file system does not take it; what it took is not written again.
+        """
         self._flushed = self._clock()
+        if self._lines:
+            self._unwritten += ("\n".join(self._lines) + "\n").encode()
+            self._lines.clear()
+        while self._unwritten:
+            self._unwritten = self._unwritten[os.write(self._fd, self._unwritten) :]
 
     def sync(self) -> None:
         """Wait until what was written is on disk. Safe to call from another thread than `log`."""
@@ -77,10 +90,12 @@ class SpoolWriter:
     def close(self) -> None:
         """Write what is left, make it durable and close; a second call does nothing."""
         if self._fd >= 0:
-            self.flush()
-            self.sync()
-            os.close(self._fd)
-            self._fd = -1
+            try:
+                self.flush()
+                self.sync()
+            finally:
+                os.close(self._fd)
+                self._fd = -1
 
 
 def read_spool(
@@ -111,7 +126,7 @@ def _parse(line: bytes, token: Token) -> Sample | None:
         body = json.loads(line)
         metrics = {str(key): float(value) for key, value in body["metrics"].items()}
         return Sample(token, int(body["step"]), float(body["time"]), metrics)
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
 
 

@@ -4,17 +4,22 @@
 another type are unknown (None). The seconds of all categories sum to the time from the first event
 to the end of the run (or to now).
 
+What a fenced attempt or generation writes after a newer one began moves nothing but its own `End`:
+the run is the newer one's.
+
 Goodput here: seconds spent on training steps that were kept, over the seconds in which the run held
 its allocation (from each attempt's start to its end; waiting in the queue is not counted).
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from air_hpc.rundir.events import Event
+from air_hpc.rundir.events import Event, Kind
 from air_hpc.rundir.fence import Token
 from air_hpc.rundir.words import TERMINAL, FailureClass, RunState, Verdict, terminal_state
 
@@ -107,6 +112,15 @@ def _whole(value: Any) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
+def _seconds(value: Any) -> float | None:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    with contextlib.suppress(OverflowError):
+        if math.isfinite(value):
+            return float(value)
+    return None
+
+
 def _text(value: Any) -> str | None:
     return None if value is None else str(value)
 
@@ -122,14 +136,25 @@ class _Fold:
         self._commits: dict[int, float] = {}
         """For each committed step: kept training seconds when its state was taken."""
         self._trained_to: int | None = None
+        self._trained_until: float | None = None
+        """The clock when training last ran."""
+        self._newest: Token | None = None
+        self._refused_at: float | None = None
+        """The clock when the scheduler refused the run, until it accepts it."""
+        self._signalled = False
 
     def take(self, event: Event) -> None:
         """Advance the clock to the event and apply it."""
         self._advance(event.time)
+        self.status = replace(self.status, last_event=self._since)
+        if event.token is not None and self._newest is not None and event.token < self._newest:
+            if event.kind == Kind.ATTEMPT_ENDED:
+                self._note_end(event)
+            return
+        self._newest = event.token or self._newest
         handler = getattr(self, f"_on_{event.kind}", None)
         if handler is not None:
             handler(event)
-        self.status = replace(self.status, last_event=event.time)
 
     def result(self, now: float | None) -> RunStatus:
         if now is not None and not self.status.terminal:
@@ -142,11 +167,13 @@ class _Fold:
         if to > self._since:
             if not self.status.terminal:
                 self._spent[self._bucket] += to - self._since
+                if self._bucket == "training_s":
+                    self._trained_until = to
             self._since = to
 
     def _training_at(self, moment: float) -> float:
         """Kept training seconds up to a wall-clock moment shortly before now."""
-        late = max(0.0, (self._since or moment) - moment) if self._bucket == "training_s" else 0.0
+        late = 0.0 if self._trained_until is None else max(0.0, self._trained_until - moment)
         return max(0.0, self._spent["training_s"] - late)
 
     def _reach(self, step: int | None) -> None:
@@ -155,6 +182,16 @@ class _Fold:
             self.status = replace(self.status, step=step)
 
     def _on_submitted(self, event: Event) -> None:
+        if self._refused_at is not None:
+            self._spent["queued_s"] += (self._since or self._refused_at) - self._refused_at
+            self._refused_at = None
+            self.status = replace(
+                self.status,
+                state=RunState.PENDING,
+                failure_class=None,
+                evidence=None,
+                ended=None,
+            )
         self.status = replace(
             self.status,
             job_id=_text(event.facts.get("job_id")),
@@ -163,7 +200,8 @@ class _Fold:
         )
 
     def _on_submit_failed(self, event: Event) -> None:
-        if self.status.attempt is None:
+        if self.status.attempt is None and not self.status.terminal:
+            self._refused_at = self._since
             self.status = replace(
                 self.status,
                 state=RunState.FAILED,
@@ -176,6 +214,8 @@ class _Fold:
         if self.status.terminal:
             return
         nodes = event.facts.get("nodes")
+        self._end_silent_attempt()
+        self._signalled = False
         self._bucket = "starting_s"
         self.status = replace(
             self.status,
@@ -192,6 +232,24 @@ class _Fold:
             evidence=None,
         )
 
+    def _end_silent_attempt(self) -> None:
+        """An attempt before that wrote no end: its coordinator was killed, or its node was lost.
+
+        It counts, or the budget of restarts would never stop a run that takes its first node down.
+        After a signal it was Slurm that ended it and started the next one, which is free.
+        """
+        status = self.status
+        if status.attempt is None or status.state not in _UNDER_WAY:
+            return
+        failure_class = FailureClass.REQUEUED if self._signalled else FailureClass.UNKNOWN
+        token = Token(status.attempt, status.generation or 1)
+        evidence = f"attempt {status.attempt} ended without a word"
+        end = End(token, failure_class, status.committed_step, evidence)
+        self.status = replace(status, ends=(*status.ends, end))
+
+    def _on_signal(self, event: Event) -> None:
+        self._signalled = True
+
     def _on_generation_started(self, event: Event) -> None:
         if self.status.terminal:
             return
@@ -204,9 +262,14 @@ class _Fold:
         )
 
     def _on_resumed(self, event: Event) -> None:
-        step = _whole(event.facts.get("step")) or 0
+        step = _whole(event.facts.get("step"))
+        if step is None or self.status.terminal:
+            return
         self._roll_back(step)
-        self.status = replace(self.status, resume_step=step, step=step)
+        committed = max(step, self.status.committed_step or 0)
+        self.status = replace(
+            self.status, resume_step=step, step=step, committed_step=committed or None
+        )
 
     def _on_training_started(self, event: Event) -> None:
         if self.status.terminal:
@@ -218,14 +281,18 @@ class _Fold:
         self.status = replace(self.status, state=RunState.RUNNING)
 
     def _roll_back(self, step: int) -> None:
-        """Everything trained past `step` is lost: its seconds and its steps."""
+        """Everything trained past `step` is lost: its seconds and its steps.
+
+        The seconds also where no step past it is known: a lost node says no last word.
+        """
+        trained = self._spent["training_s"]
+        # A commit may have no event (its writer died with it): then all until now counts as kept.
+        kept = 0.0 if step == 0 else min(trained, self._commits.setdefault(step, trained))
+        self._spent["training_s"] = kept
+        self._spent["lost_s"] += trained - kept
         if self._trained_to is None or self._trained_to <= step:
+            self._trained_to = step
             return
-        kept = self._commits.get(step, 0.0 if step == 0 else None)
-        if kept is not None:
-            lost = max(0.0, self._spent["training_s"] - kept)
-            self._spent["training_s"] -= lost
-            self._spent["lost_s"] += lost
         lost_range = (step + 1, self._trained_to)
         self._trained_to = step
         self._commits = {s: at for s, at in self._commits.items() if s <= step}
@@ -237,9 +304,8 @@ class _Fold:
         step = _whole(event.facts.get("step"))
         if step is None:
             return
-        taken = event.facts.get("started")
-        moment = float(taken) if isinstance(taken, int | float) else event.time
-        self._commits[step] = self._training_at(moment)
+        taken = _seconds(event.facts.get("started"))
+        self._commits[step] = self._training_at(event.time if taken is None else taken)
         self._reach(max(step, self.status.step or 0))
         committed = max(step, self.status.committed_step or 0)
         self.status = replace(self.status, committed_step=committed)
@@ -256,6 +322,8 @@ class _Fold:
         self.status = replace(self.status, state=RunState.SAVING)
 
     def _on_generation_ended(self, event: Event) -> None:
+        if self.status.terminal:
+            return
         self._reach(_whole(event.facts.get("step")))
         self._bucket = "stopping_s"
         self.status = replace(
@@ -269,12 +337,7 @@ class _Fold:
             return
         self._reach(_whole(event.facts.get("step")))
         failure_class, verdict = _failure_class(event), _verdict(event)
-        end = End(
-            event.token,
-            failure_class,
-            self.status.committed_step,
-            str(event.facts.get("evidence", "")),
-        )
+        self._note_end(event)
         self._bucket = "queued_s"
         state = terminal_state(failure_class, verdict)
         self.status = replace(
@@ -283,9 +346,17 @@ class _Fold:
             failure_class=failure_class,
             verdict=verdict,
             evidence=_text(event.facts.get("evidence")),
-            ends=(*self.status.ends, end),
             ended=event.time if state in TERMINAL else None,
         )
+
+    def _note_end(self, event: Event) -> None:
+        end = End(
+            event.token,
+            _failure_class(event),
+            self.status.committed_step,
+            str(event.facts.get("evidence", "")),
+        )
+        self.status = replace(self.status, ends=(*_without(self.status.ends, event.token), end))
 
     def _on_cancel_requested(self, event: Event) -> None:
         self.status = replace(self.status, cancel_requested=True)
@@ -303,6 +374,14 @@ class _Fold:
 
     def _on_measured(self, event: Event) -> None:
         self.status = replace(self.status, measured={**self.status.measured, **event.facts})
+
+
+_UNDER_WAY = frozenset({RunState.STARTING, RunState.RUNNING, RunState.SAVING})
+
+
+def _without(ends: tuple[End, ...], token: Token | None) -> tuple[End, ...]:
+    """The ends but the one that was assumed for `token`: its word came late, by a clock behind."""
+    return tuple(end for end in ends if token is None or end.token != token)
 
 
 def _failure_class(event: Event) -> FailureClass:

@@ -103,8 +103,8 @@ def with_process(status: RunStatus, alive: bool | None) -> Reconciled:
 
 def _live(status: RunStatus, job: JobRecord, source: str) -> Reconciled:
     waiting = status.state in _WAITING
-    if job.state in _HELD_STATES or (job.state == "PENDING" and job.reason in _HELD_REASONS):
-        told = _HELD_REASONS.get(job.reason or "", f"Slurm says {job.state}")
+    if _is_held(job):
+        told = _HELD_REASONS.get(_reason(job), f"Slurm says {job.reason or job.state}")
         how = f"{told}; release it with: scontrol release {job.id}"
         return Reconciled(replace(status, state=RunState.HELD), source, how)
     if job.state in _PENDING_IN_SLURM:
@@ -119,6 +119,19 @@ def _live(status: RunStatus, job: JobRecord, source: str) -> Reconciled:
     if waiting and job.state == "RUNNING":
         return Reconciled(status, reason="Slurm has started the job; its agents have yet to speak")
     return Reconciled(status)
+
+
+def _is_held(job: JobRecord) -> bool:
+    """Slurm's reasons for it differ by version; all say `held` or `Hold`."""
+    told = _reason(job).lower()
+    return job.state in _HELD_STATES or (
+        job.state == "PENDING" and ("held" in told or "hold" in told)
+    )
+
+
+def _reason(job: JobRecord) -> str:
+    """squeue writes some reasons with spaces, scontrol with underscores."""
+    return (job.reason or "").replace(" ", "_")
 
 
 def _pending_reason(job: JobRecord) -> str | None:

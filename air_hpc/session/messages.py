@@ -39,23 +39,40 @@ class Message(StrEnum):
     """type, message, traceback, failure_class: why the worker ends."""
 
 
+_SHORTEST = 64
+"""Characters below which a fact is not cut any more."""
+
+
 def encode(kind: str, facts: Mapping[str, Any]) -> bytes:
-    """One packet. A long traceback keeps its end, which names the error."""
+    """One packet of at most MAX_BYTES.
+
+    Where the facts are too long, the longest keep only their end (of a traceback it names the
+    error); where there are too many of them, the kind alone is sent, with `truncated`.
+    """
     body = dict(facts)
-    data = json.dumps({"kind": str(kind), **body}, default=str).encode()
-    if len(data) > MAX_BYTES:
-        for key, value in body.items():
-            if isinstance(value, str) and len(value) > 4096:
-                body[key] = "… " + value[-4096:]
-        data = json.dumps({"kind": str(kind), **body}, default=str).encode()
-    return data
+    data = _packet(kind, body)
+    keep = MAX_BYTES // 4
+    while len(data) > MAX_BYTES and keep >= _SHORTEST:
+        body = {key: _end_of(value, keep) for key, value in body.items()}
+        data = _packet(kind, body)
+        keep //= 2
+    return data if len(data) <= MAX_BYTES else _packet(kind, {"truncated": True})
+
+
+def _packet(kind: str, body: Mapping[str, Any]) -> bytes:
+    return json.dumps({**body, "kind": str(kind)}, default=str).encode()
+
+
+def _end_of(value: Any, keep: int) -> Any:
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return value if len(text) <= keep else "… " + text[-keep:]
 
 
 def decode(data: bytes) -> dict[str, Any] | None:
     """The message in a packet, or None for one that is none."""
     try:
         body = json.loads(data)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return body if isinstance(body, dict) and isinstance(body.get("kind"), str) else None
 

@@ -4,6 +4,10 @@ The hot path of a step must not wait for anyone, so what worker and agent tell e
 step goes through shared memory: an anonymous memory file that the agent makes and the worker
 inherits. Each word has one writer. A word is an aligned 64-bit integer, stored and loaded by a
 single machine instruction (through a native `memoryview` cast), so it is never seen half written.
+
+No word is ordered against another: a processor may hold a store back (for microseconds) while it
+loads. So whoever sets STOP_FLAG waits some milliseconds before it reads BEGUN_STEP; by then either
+the worker has seen the flag, or the step that it began without seeing it is in the page.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
         ...
     for step in range(first, last + 1):
         if not session.begin_step(step):
-            break                       # the agreed stop: the last step done is session.target
+            break                       # the agreed stop: the step before was the last
         ...                             # train it
         session.end_step(step, {"train/loss": loss})
     session.stopped(step) or session.finished(step)
@@ -28,7 +28,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -109,7 +109,7 @@ class WorkerEnv:
                 page_fd=int(environ[f"{ENV_PREFIX}PAGE_FD"]),
                 socket_fd=int(environ[f"{ENV_PREFIX}SOCKET_FD"]),
             )
-        except (KeyError, ValueError) as error:
+        except (KeyError, ValueError, TypeError) as error:
             raise AirHpcError(
                 f"a worker is started by its agent, which sets its environment; missing: {error}"
             ) from None
@@ -241,9 +241,10 @@ class Session:
 
     def note(self, kind: str, **facts: Any) -> None:
         """Tell the agent; lost without harm when there is no agent any more."""
-        if self._channel is not None:
+        channel = self._channel  # another thread may find at the same time that the agent is gone
+        if channel is not None:
             try:
-                self._channel.send(encode(kind, {"rank": self.rank, **facts}))
+                channel.send(encode(kind, {"rank": self.rank, **facts}))
             except OSError:
                 self._channel = None
 
@@ -304,6 +305,7 @@ class Session:
         self, *, keep_last: int, keep_every_steps: int | None, verified: int | None
     ) -> list[int]:
         """Apply retention (rank 0 calls); see `rundir.commit.retire`."""
+        self.require_lease()
         return retire(
             self.run,
             self.token,
@@ -337,5 +339,7 @@ class Session:
 
     def _leave(self, kind: Message, **facts: Any) -> None:
         if self._spool is not None:
-            self._spool.close()
+            # On a full disk the last metrics are lost; why the worker leaves must not be.
+            with suppress(OSError):
+                self._spool.close()
         self.note(kind, **facts)

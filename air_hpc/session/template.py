@@ -33,7 +33,8 @@ def thread_count() -> int:
 
 
 def serve(channel: socket.socket, module: str) -> None:
-    """Fork workers until the agent closes the channel."""
+    """Say that all is imported, and fork workers until the agent closes the channel."""
+    channel.send(json.dumps({"ready": True}).encode())
     children: set[int] = set()
     wake_read, wake_write = os.pipe()
     os.set_blocking(wake_read, False)
@@ -70,7 +71,10 @@ def _receive_request(channel: socket.socket) -> tuple[dict[str, Any], list[int]]
     left = int.from_bytes(header, "big")
     payload = b""
     while len(payload) < left:
-        payload += channel.recv(FORK_CHUNK_BYTES)
+        chunk = channel.recv(FORK_CHUNK_BYTES)
+        if not chunk:  # the agent died in the middle of its request
+            return None
+        payload += chunk
     return json.loads(payload), list(fds)
 
 

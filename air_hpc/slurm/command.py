@@ -57,7 +57,7 @@ class CommandFailure(EnvironmentFailure):
         super().__init__(
             f"{argv[0]} failed with exit status {returncode}: {said}",
             tried=" ".join(argv),
-            next_step=f"run `{argv[0]}` by hand; if it fails the same way, ask the site's support",
+            next_step=_advice(argv[0], stderr),
         )
 
     @property
@@ -65,6 +65,12 @@ class CommandFailure(EnvironmentFailure):
         """Whether this is a failure that a busy or restarting controller gives."""
         text = self.stderr.lower()
         return any(sign in text for sign in _TRANSIENT)
+
+
+def _advice(name: str, stderr: str) -> str:
+    if "configuration source" in stderr or "unable to read" in stderr.lower():
+        return "use a machine that is part of a Slurm cluster, set SLURM_CONF, or use cluster=local"
+    return f"run `{name}` by hand; if it fails the same way, ask the site's support"
 
 
 class CommandTimeout(EnvironmentFailure):

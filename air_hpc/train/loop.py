@@ -11,6 +11,7 @@ are done (FINISHED), a stop was agreed on (STOPPED), or an exception, which is t
 
 from __future__ import annotations
 
+import time
 from dataclasses import asdict, dataclass
 
 import torch
@@ -29,8 +30,10 @@ from air_hpc.parallel.wrap import Spread, WrapOptions, build_spread
 from air_hpc.plan.types import Plan
 from air_hpc.session.session import Session
 from air_hpc.train.optimizer import build_optimizer, learning_rate, set_learning_rate
-from air_hpc.train.rates import StepMeter, rates
+from air_hpc.train.rates import TOKENS, StepMeter, rates
 from air_hpc.train.setup import attention_backends, open_batches, set_determinism
+
+SAY_INTERVAL_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,7 @@ class Trainer:
             self.parameters = list(self.spread.module.parameters())
             self.optimizer = build_optimizer(self.parameters, spec.optimizer, world.device)
         self.step = 0
+        self._said = 0.0
         with session.phase("load"):
             self._resume()
 
@@ -92,7 +96,8 @@ class Trainer:
             saver.abandon()
             raise
         saver.close()
-        saved = saver.newest_step == self.step
+        # Nothing is lost by a stop before the first step.
+        saved = self.step in (0, saver.newest_step)
         return Ended(self.step, finished=self.step >= last, saved=saved)
 
     # -- a step ----------------------------------------------------------------------------------
@@ -131,8 +136,21 @@ class Trainer:
                     self.peak_flops,
                 )
         self.session.end_step(step, metrics)
+        if metrics:
+            self._say(step, metrics)
         if step % self.spec.checkpoint.interval_steps == 0 and step < self.spec.train.steps:
             saver.save(step, self._state())
+
+    def _say(self, step: int, metrics: dict[str, float]) -> None:
+        """A line for people in rank 0's log, at most one in SAY_INTERVAL_S but for the last."""
+        now = time.monotonic()
+        last = step == self.spec.train.steps
+        if self.session.is_first and (last or now - self._said >= SAY_INTERVAL_S):
+            self._said = now
+            rate = metrics.get(TOKENS)
+            speed = "" if rate is None else f", {rate:,.0f} tokens/s"
+            loss = metrics["train/loss"]
+            print(f"step {step} of {self.spec.train.steps}: loss {loss:.4f}{speed}", flush=True)
 
     def _forward_backward(self) -> torch.Tensor:
         """Gradients of the whole step; returns this rank's mean loss, on the device."""

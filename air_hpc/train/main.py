@@ -99,6 +99,7 @@ def _train(session: Session, frozen: FrozenRun) -> int:
         world_size=env.world_size,
         kind=spec.accelerator.kind,
         timeout_s=spec.train.collective_timeout_s,
+        cpu_offload=spec.parallelism.cpu_offload,
     )
     peak = tell_peak(session, frozen, world)
     ended = train(session, spec, plan, world, peak)
@@ -117,6 +118,10 @@ def tell_peak(session: Session, frozen: FrozenRun, world: object) -> float | Non
 
     assert isinstance(world, World)
     spec = frozen.spec
+    ranks = Ranks(world.rank, world.world_size, world.device, world.control)
+    workers = session.env.local_world_size
+    # The ranks of a node are consecutive, so the first of them share a node with rank 0.
+    cores: set[int] = set().union(*ranks.hear(os.sched_getaffinity(0))[:workers])
     peak: Peak | None = None
     if world.rank == 0:
         peak = find_peak(
@@ -124,7 +129,8 @@ def tell_peak(session: Session, frozen: FrozenRun, world: object) -> float | Non
             load_accelerators(),
             spec.train.precision,
             world.device,
-            session.env.local_world_size,
+            workers,
+            len(cores),
             session.run.shared_dir / "calibrations",
         )
         if peak.note:
@@ -140,7 +146,6 @@ def tell_peak(session: Session, frozen: FrozenRun, world: object) -> float | Non
             world_size=world.world_size,
             torch=torch.__version__,
         )
-    ranks = Ranks(world.rank, world.world_size, world.device, world.control)
     told: float | None = ranks.tell(None if peak is None else peak.flops_per_device)
     return told
 

@@ -3,13 +3,12 @@
 A GPU has its data sheet's figure, if the name its driver reports is that of the accelerator the
 run was configured for; otherwise there is no peak and a line that says why. A CPU has none on
 paper: a large matmul with a worker's threads is measured once for each machine and kept in the
-runs folder. Where the workers of a node have more threads than it has cores, each can have only
-its share of what one reached alone, and the peak is scaled by cores / threads.
+runs folder. Where the workers of a node have more threads than the cores they may use together,
+each can have only its share of what one reached alone, and the peak is scaled by cores / threads.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,12 +53,16 @@ def datasheet_peak(
     return Peak(figure, accelerator.peak_source, reported)
 
 
-def measured_cpu_peak(precision: str, local_world_size: int, folder: Path) -> Peak:
-    """The share of one worker in what this machine's cores reach; for one process of a run."""
+def measured_cpu_peak(precision: str, workers: int, cores: int, folder: Path) -> Peak:
+    """What one of `workers` on `cores` of this machine can reach; for one process of a run."""
     rate = calibrated_matmul(torch.device("cpu"), precision, folder)
-    cores = len(os.sched_getaffinity(0)) if local_world_size == 1 else os.cpu_count() or 1
-    share = shared_fraction(cores, rate.threads, local_world_size)
-    note = "" if share == 1 else f"scaled by {share:.2f}: {local_world_size} workers share {cores}"
+    share = shared_fraction(cores, rate.threads, workers)
+    note = ""
+    if share < 1:
+        note = (
+            f"the measured peak is scaled by {share:.2f}: {workers} workers with {rate.threads} "
+            f"threads each share {cores} cores"
+        )
     return Peak(rate.flops_per_s * share, "measured", rate.device, note)
 
 
@@ -73,13 +76,17 @@ def find_peak(
     known: Iterable[AcceleratorSpec],
     precision: str,
     device: torch.device,
-    local_world_size: int,
+    workers: int,
+    cores: int,
     folder: Path,
 ) -> Peak:
-    """The peak of `device` (rank 0's stands for all). A configured CPU figure is taken as it is."""
+    """The peak of `device`; rank 0's stands for all. `workers` of its node may use `cores`.
+
+    A figure that is configured for a CPU is taken as it is.
+    """
     if device.type != "cpu":
         return datasheet_peak(accelerator, known, precision, device_name(device))
     figure = accelerator.peak(precision)
     if figure is not None:
         return Peak(figure, accelerator.peak_source, device_name(device))
-    return measured_cpu_peak(precision, local_world_size, folder)
+    return measured_cpu_peak(precision, workers, cores, folder)

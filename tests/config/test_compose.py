@@ -75,14 +75,16 @@ def test_every_mistake_is_one_problem_in_one_pass() -> None:
         "modle=tiny": "Did you mean model?",
         "model=tinny": "Did you mean tiny?",
         "train.stepz=3": "Did you mean train.steps?",
+        "experimen=smoke": "Did you mean experiment?",
         "train.steps=abc": "a whole number",
         "train.lr=3": "Did you mean optimizer.lr?",
         "optimizer.lr=-1": "above 0",
         "a=[1": "key=value",
         "train.seed": "needs a value",
         "hydra.run.dir=x": "no effect",
-        "launch.nodes=1,2": "add -m",
-        "launch.qos=range(1,3)": "add -m",
+        "launch.nodes=1,2": "Add -m",
+        "launch.mail_type=END,FAIL": "\"launch.mail_type='END,FAIL'\"",
+        "launch.qos=range(1,3)": "Add -m",
         "runs_dir=${oc.env:NOT_SET_ANYWHERE}": "NOT_SET_ANYWHERE",
         "schedule.name=cosin": "Did you mean cosine?",
         "~foo": "no such key",
@@ -96,6 +98,7 @@ def test_every_mistake_is_one_problem_in_one_pass() -> None:
         "launch.nodes.deep=3": "unknown key",
         "~launch.gpus=gres": "its value is auto",
         "parallelism.tp=true": "a whole number",
+        "launch.reservation=???": "a value is needed",
     }
     problems = problems_of(*wrong)
     assert len(problems) == len(wrong), "\n".join(map(str, problems))
@@ -169,6 +172,34 @@ def test_interpolations_are_filled(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert spec.runs_dir == "/scratch/me/runs"
     assert spec.checkpoint.interval_steps == spec.train.steps
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "launch.comment='${'",
+        "launch.comment='${a'",
+        "cluster.modules=['${']",
+        "cluster.modules=[a,'${nosuch}']",
+        "launch.comment='${foo:1}'",
+        "launch.comment=${launch.comment}",
+        "launch.sbatch={a: '${launch}'}",
+        "launch.comment='${oc.env:}'",
+        "launch.comment='${hydra:job.name}'",
+        "launch.comment='${...x}'",
+        "model=${nosuch}",
+        "experiment='${'",
+        "hydra.searchpath=3",
+    ],
+)
+def test_an_interpolation_that_leads_nowhere_is_one_problem(override: str) -> None:
+    problems = problems_of(override, "train.stepz=1")
+    assert len(problems) == 2, "\n".join(map(str, problems))
+    assert SHARED.try_compose_sweep([override, "train.stepz=1"])[1] == problems
+
+
+def test_an_escaped_interpolation_is_its_characters() -> None:
+    assert SHARED.compose(["launch.comment='\\${x}'"]).launch.comment == "${x}"
 
 
 HYDRA_OVERRIDES = st.lists(

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from air_hpc.config import compose as compose_module
 from air_hpc.config.compose import Composer
+from air_hpc.config.groups import ConfigFolders
 from air_hpc.errors import BadInput
 
 AXES = st.lists(
@@ -61,17 +62,17 @@ def test_no_sweep_at_all_is_one_task() -> None:
 def test_options_are_composed_once_for_each_distinct_choice(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    composed: list[object] = []
-    real = compose_module.compose
+    asked: list[tuple[str, ...]] = []
+    real = compose_module.composed
 
-    def counted(*args: object, **kwargs: object) -> object:
-        composed.append(kwargs["overrides"])
-        return real(*args, **kwargs)  # type: ignore[arg-type]
+    def counted(folders: ConfigFolders, name: str, choices: tuple[str, ...]) -> dict[str, object]:
+        asked.append(choices)
+        return real(folders, name, choices)
 
-    monkeypatch.setattr(compose_module, "compose", counted)
+    monkeypatch.setattr(compose_module, "composed", counted)
     tasks = Composer().compose_sweep(["train.seed=range(0,40)", "model=tiny,llama_1b"])
     assert len(tasks) == 80
-    assert len(composed) == 2
+    assert asked == [("model=tiny",), ("model=llama_1b",)]
 
 
 def test_tasks_share_nothing_that_can_change() -> None:

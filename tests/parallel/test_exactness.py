@@ -21,7 +21,7 @@ from tests.torch_ranks import join_world, run_ranks
 
 pytestmark = pytest.mark.torch
 
-MODEL = ModelSpec(dim=32, layers=2, heads=4, kv_heads=2, ffn_dim=64, vocab_size=64)
+MODEL = ModelSpec(dim=32, layers=2, heads=4, kv_heads=2, ffn_dim=64, vocab_size=65)  # cut unevenly
 TOKENS, GLOBAL_BATCH, STEPS = 16, 8, 4
 
 

@@ -39,6 +39,8 @@ def test_the_default_run_has_no_problem() -> None:
         (["tracking.uri=htp://x"], "tracking.uri", "Did you mean http?"),
         (["tracking.uri=ftp://x"], "tracking.uri", "no store for ftp:"),
         (["launch.nodes=2"], "launch.nodes", "is one machine"),
+        (["model.vocab_size=255"], "model.vocab_size", "at least 256"),
+        (["runs_dir='/a?b'"], "runs_dir", "without ? and #"),
         (["recovery.lease_s=5"], "recovery.lease_s", "above 5"),
         (["recovery.heartbeat_interval_s=5"], "recovery.heartbeat_timeout_s", "above 5"),
         (["cluster.container.kind=pyxis"], "cluster.container.image", "needs an image"),
@@ -61,6 +63,14 @@ def test_a_mistake_across_keys_is_one_problem(overrides: list[str], key: str, sa
 def test_the_native_engine_refuses_what_it_does_not_train_yet(axis: str) -> None:
     problems = problems_of(f"parallelism.{axis}=2", "launch.devices_per_node=2")
     assert any(f"trains with {axis} 1 only" in p.message for p in problems)
+
+
+def test_who_only_plans_is_warned_of_what_would_not_run_here() -> None:
+    spec = SHARED.compose(["parallelism=fsdp_tp", "launch.nodes=2", "launch.devices_per_node=2"])
+    plan, problems = make_plan(spec, to_run=False)
+    assert plan is not None
+    assert {p.key for p in problems if p.warning} == {"parallelism.tp", "launch.nodes"}
+    assert make_plan(spec)[0] is None
 
 
 def test_tensor_parallel_is_checked_against_every_width_it_splits() -> None:
@@ -100,6 +110,14 @@ def test_an_unknown_peak_is_a_warning_with_what_to_write() -> None:
     (warning,) = problems_of("accelerator=h100_sxm", "train.precision=fp32")
     assert warning.warning
     assert "accelerator/h100_sxm.yaml: peak_flops: {fp32: <FLOP/s>}" in warning.hint
+
+
+def test_a_rank_that_needs_more_than_the_device_has_is_a_warning() -> None:
+    overrides = ["model=llama_8b", "accelerator=h100_sxm", "train.precision=bf16"]
+    (warning,) = problems_of(*overrides)
+    assert warning.warning
+    assert "GB, accelerator=h100_sxm has 80 GB" in warning.message
+    assert problems_of("accelerator=h100_sxm", "train.precision=bf16") == []
 
 
 def test_the_processor_is_measured_and_so_is_no_warning() -> None:

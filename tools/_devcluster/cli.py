@@ -28,11 +28,14 @@ def main(arguments: list[str]) -> int:
         for line in str(error).splitlines():
             print(f"devcluster: {line}", file=sys.stderr)
         return error.exit_code
+    except BrokenPipeError:
+        return 1
+    except OSError as error:  # a full disk, a folder that may not be written ...
+        print(f"devcluster: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("devcluster: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:
-        return 1
     return 0
 
 
@@ -51,13 +54,15 @@ def build_parser() -> argparse.ArgumentParser:
     for name, run, text in (
         ("kill-node", run_kill, "a node dies: its slurmd and every process of its jobs"),
         ("isolate-node", run_isolate, "Slurm loses a node whose tasks live on"),
-        ("revive-node", run_revive, "start a node's slurmd, undrain it, wait until it is idle"),
         ("drain-node", run_drain, "a node takes no further jobs"),
     ):
-        verb = _verb(verbs, name, run, text)
-        verb.add_argument("nodes", nargs="+", metavar="NODE", help="n3, n[1-4] ...")
-        if name == "revive-node":
-            verb.add_argument("--timeout", type=float, default=60, metavar="SECONDS")
+        _node_verb(verbs, name, run, text)
+    text = "start a node's slurmd, undrain it, wait until it takes jobs"
+    verb = _node_verb(verbs, "revive-node", run_revive, text)
+    verb.add_argument("--timeout", type=float, default=90, metavar="SECONDS",
+                      help="for the nodes to be back (default %(default)s)")  # fmt: skip
+    verb.add_argument("--at-once", action="store_true",
+                      help="do not wait until Slurm has seen a dead node's loss")  # fmt: skip
     return parser
 
 
@@ -72,6 +77,14 @@ def _verb(
         metavar="FOLDER",
         help="the cluster's folder (default: $AIR_HPC_DEVCLUSTER, or %(default)s)",
     )
+    return verb
+
+
+def _node_verb(
+    verbs: Verbs, name: str, run: Callable[[argparse.Namespace], None], text: str
+) -> argparse.ArgumentParser:
+    verb = _verb(verbs, name, run, text)
+    verb.add_argument("nodes", nargs="+", metavar="NODE", help="n3, n[1-4] ...")
     return verb
 
 
@@ -199,7 +212,7 @@ def run_revive(options: argparse.Namespace) -> None:
     state = open_state(options.state)
     spec = report.require_cluster(state)
     nodes = known_nodes(spec, options.nodes)
-    faults.revive_nodes(find_install(spec.slurm), state, nodes, options.timeout)
+    faults.revive_nodes(find_install(spec.slurm), state, nodes, options.timeout, options.at_once)
     cluster.say(f"{' '.join(nodes)} take jobs again")
 
 

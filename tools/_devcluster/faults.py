@@ -47,11 +47,15 @@ def _kill(find: Callable[[Table], Iterable[Process]], spot: Callable[[Process], 
     return len(found)
 
 
-def revive_nodes(install: Install, state: State, nodes: Iterable[str], timeout_s: float) -> None:
+def revive_nodes(
+    install: Install, state: State, nodes: Iterable[str], timeout_s: float, at_once: bool = False
+) -> None:
     """Start the slurmd that are missing, take back a drain, and wait until the nodes take jobs.
 
-    A node that died so shortly ago that Slurm has not seen it still counts as idle or allocated,
-    so the new slurmd must have registered first.
+    A dead node with a job on it comes back only after Slurm has taken the job off it, as a real
+    one would: started sooner (`at_once`), its slurmd registers, Slurm never notices, and the job
+    stays RUNNING with its tasks dead (seen on 22.05.8). And one that died so shortly ago that
+    Slurm still calls it idle counts as back only when the new slurmd has registered.
     """
     require_root()
     require_cluster(state)
@@ -60,6 +64,8 @@ def revive_nodes(install: Install, state: State, nodes: Iterable[str], timeout_s
     with cluster_lock(state):
         running = slurmds(process_table(), state)
         missing = [name for name in names if name not in running]
+        if missing and not at_once:
+            _wait_for_loss(install, state, missing, deadline)
         begun = datetime.now(UTC).replace(microsecond=0, tzinfo=None)
         start_slurmds(install, state, missing)
     while missing and (late := [n for n, t in _start_times(install, state, missing) if t < begun]):
@@ -77,6 +83,18 @@ def revive_nodes(install: Install, state: State, nodes: Iterable[str], timeout_s
         except DevclusterError:
             if time.monotonic() > deadline:
                 raise
+
+
+def _wait_for_loss(install: Install, state: State, names: list[str], deadline: float) -> None:
+    while jobs := install.run(
+        "squeue", "-h", "-t", "RUNNING,SUSPENDED", "-w", ",".join(names), "-o", "%i",
+        slurm_conf=str(state.slurm_conf),
+    ).split():  # fmt: skip
+        if time.monotonic() > deadline:
+            raise DevclusterError(
+                f"Slurm still has running jobs on the dead nodes: {', '.join(jobs[:10])}"
+            )
+        time.sleep(0.2)
 
 
 def _start_times(install: Install, state: State, names: list[str]) -> list[tuple[str, datetime]]:

@@ -122,7 +122,7 @@ def with_descendants(table: Table, roots: Iterable[Process]) -> set[Process]:
 def kill_all(
     find: Callable[[Table], Iterable[Process]],
     spot: Callable[[Process], bool] = lambda process: False,
-    timeout_s: float = 20,
+    timeout_s: float = 60,
 ) -> tuple[set[Process], set[Process]]:
     """Kill -9 every process that `find` picks from the table: (those found, those still alive).
 

@@ -1,0 +1,58 @@
+from pathlib import Path
+
+from tests.cli.commands import air_hpc, json_of
+
+BIG = [
+    "cluster=slurm",
+    "model=llama_8b",
+    "parallelism=fsdp",
+    "launch.nodes=2",
+    "launch.devices_per_node=8",
+]
+
+
+def test_the_json_is_one_object_with_the_names_that_scripts_rely_on(tmp_path: Path) -> None:
+    body = json_of(air_hpc("plan", *BIG, "accelerator=h100_sxm", "--json", cwd=tmp_path))
+    assert {"causal", "palm"} == set(body["flops_per_token"]) == set(body["mfu"])
+    assert body["mesh"]["dp_shard"] == 16
+    assert body["memory_per_rank_bytes"] > 0
+    assert body["step_time_s"] is None
+    assert body["mfu"] == {"causal": None, "palm": None}
+
+
+def test_the_text_says_what_is_unknown_and_both_conventions(tmp_path: Path) -> None:
+    text = air_hpc("plan", cwd=tmp_path).stdout
+    assert "causal" in text
+    assert "palm" in text
+    assert "step time      unknown" in text
+    assert "activations" in text
+
+
+def test_a_sweep_is_one_line_or_one_object_a_run(tmp_path: Path) -> None:
+    words = ["plan", "-m", "optimizer.lr=1e-3,3e-4", "train.seed=1,2"]
+    text = air_hpc(*words, cwd=tmp_path).stdout
+    assert len(text.splitlines()) == 5
+    assert all(line == line.rstrip() for line in text.splitlines())
+    assert len(json_of(air_hpc(*words, "--json", cwd=tmp_path))["runs"]) == 4
+
+
+def test_hydras_options_hold(tmp_path: Path) -> None:
+    extra = tmp_path / "mine" / "model"
+    extra.mkdir(parents=True)
+    (extra / "own.yaml").write_text("name: own\nlayers: 2\n")
+    done = air_hpc("-cd", "mine", "model=own", "+launch.sbatch.licenses=a:1", "--cfg", "job",
+                   cwd=tmp_path)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "name: own" in done.stdout
+    assert "licenses: a:1" in done.stdout
+    (tmp_path / "mine" / "other.yaml").write_text(
+        "defaults: [config, _self_]\ntrain: {steps: 70}\n"
+    )
+    named = air_hpc("plan", "--config-dir=mine", "--config-name=other", "--json", cwd=tmp_path)
+    assert named.returncode == 0, named.stderr
+    assert json_of(named)["total_tokens"] == 70 * json_of(named)["tokens_per_step"]
+
+
+def test_colour_stays_out_of_pipes(tmp_path: Path) -> None:
+    done = air_hpc("plan", "-m", "train.seed=1,2", cwd=tmp_path, env={"COLUMNS": "30"})
+    assert "\x1b" not in done.stdout

@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from air_hpc.config.accelerators import load_accelerators
+from air_hpc.config.compose import Composer
+from air_hpc.config.groups import ConfigFolders
+from air_hpc.errors import BadInput
+
+
+def with_file(folder: Path, text: str) -> ConfigFolders:
+    (folder / "accelerator").mkdir(exist_ok=True)
+    (folder / "accelerator" / "mine.yaml").write_text(text)
+    return ConfigFolders.find(folder)
+
+
+def test_an_accelerator_of_the_users_own_is_read_as_hydra_reads_it(tmp_path: Path) -> None:
+    text = "name: mine\ndevice_names: [x1]\npeak_flops: {bf16: 1e15, fp8: 2E+15}\n"
+    folders = with_file(tmp_path, text)
+    (mine,) = [a for a in load_accelerators(folders) if a.name == "mine"]
+    assert mine.peak("bf16") == 1e15
+    assert Composer(tmp_path).compose(["accelerator=mine"]).accelerator == mine
+
+
+@pytest.mark.parametrize("text", ["name: [", "- a", "nam: x", "name: x\npeak_flops: 3"])
+def test_a_broken_file_is_bad_input(tmp_path: Path, text: str) -> None:
+    with pytest.raises(BadInput):
+        load_accelerators(with_file(tmp_path, text))
+
+
+def test_every_shipped_file_is_what_composing_it_gives() -> None:
+    composer = Composer()
+    for accelerator in load_accelerators()[::6]:
+        assert composer.compose([f"accelerator={accelerator.name}"]).accelerator == accelerator
