@@ -407,6 +407,7 @@ class Coordinator:
             self._say("the agreed step was not saved before the deadline")
             self._kill_workers()
         if self._killed_at is not None and now >= self._killed_at + KILL_WAIT_S:
+            self._give_up_silent_nodes()
             self._finish_generation()
 
     def _tick_registering(self, now: float) -> None:
@@ -441,6 +442,12 @@ class Coordinator:
 
     # -- the end -----------------------------------------------------------------------------------
 
+    def _give_up_silent_nodes(self) -> None:
+        """A node that did not report the end of its killed workers is lost, heard or not."""
+        for place in self._places:
+            if place.rank not in self._ends:
+                self._members[place.node].lost = True
+
     def _check_over(self) -> None:
         awaited = {place.rank for place in self._places if not self._members[place.node].lost}
         if self._phase == "running" and awaited <= self._ends.keys():
@@ -470,19 +477,16 @@ class Coordinator:
         ends = list(self._ends.values())
         if not lost and failure is None and all(end.finished for end in ends):
             return FailureClass.COMPLETED, f"all {len(ends)} workers finished"
+        silent = ", ".join(f"{node} (at step {self._members[node].done_step})" for node in lost)
+        what = failure.evidence if failure else f"no word from {silent}"
         if self._signal is not None:
             cause = self._cause()
-            if failure is None and not lost:
-                return cause.failure_class, f"{cause.evidence}; stopped at {self._stop.target}"
-            detail = failure.evidence if failure else f"lost {', '.join(lost)}"
-            if cause.failure_class is not FailureClass.UNKNOWN:
-                return cause.failure_class, f"{cause.evidence}; not saved: {detail}"
+            target = self._stop.target
+            saved = target is not None and (target == 0 or (self._committed or 0) >= target)
+            done = f"stopped at step {target}" if saved else f"not saved: {what}"
+            return cause.failure_class, f"{cause.evidence}; {done}"
         if lost:
-            last = ", ".join(f"{n} (step {self._members[n].done_step})" for n in lost)
-            return (
-                FailureClass.NODE_LOST,
-                f"not heard for {self._spec.recovery.heartbeat_timeout_s:g} s: {last}",
-            )
+            return FailureClass.NODE_LOST, f"no word from {silent}"
         if failure is None:
             return FailureClass.UNKNOWN, "workers left without being asked to stop"
         return failure.failure_class, failure.evidence

@@ -92,10 +92,11 @@ def print_config(parsed: Parsed) -> str:
     return composer_of(parsed).job_yaml(parsed.rest, resolve=parsed.flag("resolve"))
 
 
-def make_tasks(parsed: Parsed, *, more: Checks | None = None) -> Tasks:
+def make_tasks(parsed: Parsed, *, more: Checks | None = None, to_run: bool = True) -> Tasks:
     """Compose and plan everything that the command line asks for.
 
-    `more` checks each spec further. Raises BadInput with every problem of every task.
+    `more` checks each spec further. Unless it is `to_run`, what only stops a run is a warning.
+    Raises BadInput with every problem of every task.
     """
     require_overrides(parsed.rest)
     composer = composer_of(parsed)
@@ -111,7 +112,7 @@ def make_tasks(parsed: Parsed, *, more: Checks | None = None) -> Tasks:
     unsure = frozenset(problem.key for problem in problems if not problem.warning)
     tasks = []
     for overrides, spec in composed:
-        plan, problems = _planned(spec, unsure)
+        plan, problems = _planned(spec, unsure, to_run)
         found.update(dict.fromkeys(problems))
         if more is not None:
             found.update(dict.fromkeys(more(spec)))
@@ -125,10 +126,12 @@ Checks = Callable[["RunSpec"], Sequence[Problem]]
 """More checks of one task's spec."""
 
 
-def _planned(spec: RunSpec, unsure: frozenset[str]) -> tuple[Plan | None, list[Problem]]:
+def _planned(
+    spec: RunSpec, unsure: frozenset[str], to_run: bool
+) -> tuple[Plan | None, list[Problem]]:
     from air_hpc.plan.make import make_plan
 
-    return make_plan(spec, unsure=unsure)
+    return make_plan(spec, unsure=unsure, to_run=to_run)
 
 
 @contextmanager

@@ -52,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
     if parsed.text("cfg"):
         say(print_config(parsed).rstrip())
         return EXIT_OK
-    made = make_tasks(parsed)
+    made = make_tasks(parsed, to_run=False)
     if parsed.flag("json"):
         warnings = [problem_json(problem) for problem in made.warnings]
         bodies = [plan_json(task.plan, task.spec) for task in made.tasks]

@@ -23,6 +23,7 @@ from importlib import metadata
 from pathlib import Path
 
 from air_hpc.errors import EnvironmentFailure, Problem
+from air_hpc.launch import bulk
 from air_hpc.rundir.atomic import ASIDE_PREFIX, fsync_dir
 
 SCHEMA_VERSION = 1
@@ -134,7 +135,8 @@ def _copy(tree: WorkTree, folder: Path, facts: Mapping[str, object], diff: str) 
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     aside = folder / f"{ASIDE_PREFIX}{secrets.token_hex(6)}"
     target = aside / "tree"
-    target.mkdir(parents=True, mode=0o700)
+    aside.mkdir(mode=0o700)
+    target.mkdir(mode=0o700)
     try:
         for name in tree.files:
             destination = target / name
@@ -146,6 +148,8 @@ def _copy(tree: WorkTree, folder: Path, facts: Mapping[str, object], diff: str) 
         (aside / "code.json").write_text(json.dumps(facts, indent=1) + "\n")
         (aside / "diff.patch").write_bytes(diff.encode("utf-8", "surrogateescape"))
         digest = _digest(facts, _file_digests(target, tree.files))
+        # Every byte before the name: a digest that exists is whole, also after a power cut.
+        bulk.flush(aside)
         try:
             os.rename(aside, folder / digest)
             fsync_dir(folder)

@@ -10,14 +10,22 @@ from __future__ import annotations
 import re
 import secrets
 import time
+from collections.abc import Sequence
 
 MAX_LABEL = 40
 """Of the readable part; with the rest it stays below what accounting keeps of a job's name."""
 
 
-def run_id(model: str, *, now: float | None = None, unique: str | None = None) -> str:
-    """`<model>-<yymmdd>-<hhmmss>-<6 hex digits>`, in local time."""
-    return f"{label(model)}-{_stamp(now)}-{unique or secrets.token_hex(3)}"
+def run_ids(models: Sequence[str], *, now: float | None = None) -> tuple[str, ...]:
+    """An id for each run of one submission: `<model>-<yymmdd>-<hhmmss>-<6 hex digits>`.
+
+    The runs of a sweep share all but a last `-<index>`, so that they sort as they were written.
+    """
+    common = f"{_stamp(now)}-{secrets.token_hex(3)}"
+    if len(models) == 1:
+        return (f"{label(models[0])}-{common}",)
+    width = len(str(len(models) - 1))
+    return tuple(f"{label(m)}-{common}-{index:0{width}d}" for index, m in enumerate(models))
 
 
 def sweep_id(*, now: float | None = None, unique: str | None = None) -> str:

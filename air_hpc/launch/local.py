@@ -33,6 +33,9 @@ from air_hpc.slurm.environment import scrubbed
 NO_LIMIT_MIN = 60 * 24 * 366
 """The controller always counts down; the limit of a local run is its agent's to keep."""
 
+_DETACHED: list[subprocess.Popen[bytes]] = []
+"""What this process started and will not wait for: a dropped handle would be warned of."""
+
 
 @dataclass(frozen=True)
 class Started:
@@ -83,6 +86,7 @@ class LocalAgentExecutor(LocalExecutor):  # type: ignore[misc]
             start_new_session=True,
             cwd="/",
         )
+        _DETACHED.append(process)
         return LocalJob(folder=self.folder, job_id=str(process.pid), process=process, tasks=[0])
 
     def start_command(self, command: str) -> Started:
@@ -209,4 +213,5 @@ def _start_in_allocation(current: Submission, number: int) -> Started:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+    _DETACHED.append(process)
     return Started(process.pid, psutil.Process(process.pid).create_time())

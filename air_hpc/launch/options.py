@@ -8,7 +8,7 @@ would not read exactly with the reason: all of them in one pass.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from air_hpc.config.spec import RunSpec
@@ -96,7 +96,7 @@ def shape(spec: RunSpec, plan: Plan) -> tuple[object, ...]:
     launch = spec.launch
     return (
         build(spec, plan, Placement("-", "-", "-")),
-        label_of(spec),
+        launch.job_name,
         repr(spec.cluster),
         spec.accelerator.kind,
         launch.continuation,
@@ -106,9 +106,10 @@ def shape(spec: RunSpec, plan: Plan) -> tuple[object, ...]:
     )
 
 
-def label_of(spec: RunSpec) -> str:
-    """The readable part of the job's name."""
-    return spec.launch.job_name or spec.name or spec.model.name
+def label_of(specs: Sequence[RunSpec]) -> str:
+    """The readable part of the name of the job (or array) of these runs."""
+    names = {spec.launch.job_name or spec.name or spec.model.name for spec in specs}
+    return names.pop() if len(names) == 1 else "sweep"
 
 
 def _device_options(spec: RunSpec, plan: Plan) -> Iterator[tuple[str, str]]:

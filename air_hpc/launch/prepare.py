@@ -121,7 +121,7 @@ def plan_submission(
     """The submission's record, every name in it fixed; makes nothing."""
     first = checked.tasks[0].spec
     stamp = time.time() if now is None else now
-    run_ids = tuple(identity.run_id(task.spec.model.name, now=stamp) for task in checked.tasks)
+    run_ids = identity.run_ids([task.spec.model.name for task in checked.tasks], now=stamp)
     single = len(run_ids) == 1
     name = submission_id or (run_ids[0] if single else identity.sweep_id(now=stamp))
     runs_dir = runs_dir_of(first, cwd)
@@ -133,7 +133,8 @@ def plan_submission(
         path = runs_dir / runs[0] / "submit" / "script.sh" if single else folder / f"{number}.sh"
         chunks.append(Chunk(str(path), runs, array=not single))
         task = checked.tasks[group.tasks[0]]
-        base = identity.job_name(options.label_of(task.spec), identity.submission_key())
+        label = options.label_of([checked.tasks[position].spec for position in group.tasks])
+        base = identity.job_name(label, identity.submission_key())
         launch = task.spec.launch
         links = launch.chain_length if launch.continuation == "chain" else 1
         if first.cluster.kind != "slurm":

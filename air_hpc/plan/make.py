@@ -29,15 +29,20 @@ _BATCH_KEYS = (*_MESH_KEYS, "train.global_batch_size", "train.micro_batch_size")
 
 
 def make_plan(
-    spec: RunSpec, *, local_cpu_count: int | None = None, unsure: Collection[str] = ()
+    spec: RunSpec,
+    *,
+    local_cpu_count: int | None = None,
+    unsure: Collection[str] = (),
+    to_run: bool = True,
 ) -> tuple[Plan | None, list[Problem]]:
     """The Plan, or None where a problem stands in its way; and all problems, warnings among them.
 
     `local_cpu_count`: processors of this machine (asked for when None), which only
     `cluster.kind=local` needs. `unsure`: keys that already have a problem and so hold a default;
-    nothing is said about what depends on them.
+    nothing is said about what depends on them. `to_run`: whether the run is meant to start here
+    with this version; if not, what only stops that is a warning.
     """
-    problems = check_spec(spec, unsure)
+    problems = check_spec(spec, unsure, to_run=to_run)
     mesh, mesh_problems = resolve_mesh(spec)
     if not depends_on(_MESH_KEYS, unsure):
         problems += mesh_problems

@@ -3,7 +3,7 @@
 With P parameters, S the number of ranks that share one copy (dp_shard · tp · pp) and c bytes an
 element in compute precision (4 fp32, 2 bf16):
 
-- weights: 4·P/S for the fp32 masters. Sharded (S > 1) adds the gathered copies: two blocks at a
+- weights: 4·P/S for the fp32 masters. dp_shard > 1 adds the gathered copies: two blocks at a
   time (one computes, the next is prefetched), or all of them without `reshard_after_forward`. An
   unsharded bf16 run adds the copy that autocast keeps of the matrices: 2 bytes each.
 - gradients: 4·P/S, in fp32 and of all the rank's own parameters.
@@ -12,7 +12,8 @@ element in compute precision (4 fp32, 2 bf16):
   block and token and without recompute: the inputs of both norms and both normed values (4·dim),
   q and the attention output (2·heads·head_dim), k and v, and four SwiGLU values (4·ffn_dim), all in
   compute precision, with flash attention (no score matrix is kept); then the logits once in compute
-  precision and twice in fp32 (the loss's log-softmax and its gradient). Matrices are divided by tp.
+  precision and twice in fp32 (the loss's log-softmax and its gradient). Tensor parallelism is
+  taken with sequence parallelism, so tp divides all of it.
 
 `cpu_offload` keeps the sharded weights, gradients and optimizer state in host memory, so that only
 the gathered copies count. Measured use is higher by the allocator's fragmentation and the
@@ -73,8 +74,7 @@ def _activations(spec: RunSpec, mesh: Mesh, micro_batch_size: int) -> int:
     compute_bytes = _COMPUTE_BYTES[spec.train.precision]
     tokens = micro_batch_size * spec.data.sequence_length // mesh.cp
     kv_width = model.kv_heads * model.head_dim
-    split = 2 * model.heads * model.head_dim + 2 * kv_width + 4 * model.ffn_dim
-    per_block_and_token = 4 * model.dim + split // mesh.tp
+    widths = 4 * model.dim + 2 * model.heads * model.head_dim + 2 * kv_width + 4 * model.ffn_dim
     blocks = -(-model.layers // mesh.pp)
-    logits = model.vocab_size * (compute_bytes + 8) // mesh.tp
-    return tokens * (blocks * per_block_and_token * compute_bytes + logits)
+    logits_bytes = model.vocab_size * (compute_bytes + 8)
+    return tokens * (blocks * widths * compute_bytes + logits_bytes) // mesh.tp

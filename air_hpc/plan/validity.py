@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import urllib.parse
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import get_args
 
 from air_hpc.config.spec import RunSpec
@@ -23,16 +23,33 @@ Check = Callable[[RunSpec], Iterable[Problem]]
 
 @dataclass(frozen=True)
 class Rule:
-    """A check and the keys (or sections) it reads."""
+    """A check and the keys (or sections) it reads.
+
+    `to_run`: it is about what this version and place can run, not about the config: somebody who
+    only plans is warned.
+    """
 
     reads: tuple[str, ...]
     check: Check
+    to_run: bool = False
 
 
-def check_spec(spec: RunSpec, unsure: Collection[str] = ()) -> list[Problem]:
-    """Every problem across keys; checks that read an `unsure` key are left out."""
-    rules = (rule for rule in RULES if not depends_on(rule.reads, unsure))
-    return [problem for rule in rules for problem in rule.check(spec)]
+def check_spec(
+    spec: RunSpec, unsure: Collection[str] = (), *, to_run: bool = True
+) -> list[Problem]:
+    """Every problem across keys; checks that read an `unsure` key are left out.
+
+    Unless the spec is `to_run`, what only stops a run is a warning.
+    """
+    problems: list[Problem] = []
+    for rule in RULES:
+        if depends_on(rule.reads, unsure):
+            continue
+        found = rule.check(spec)
+        if rule.to_run and not to_run:
+            found = [replace(problem, warning=True) for problem in found]
+        problems += found
+    return problems
 
 
 def depends_on(reads: Collection[str], unsure: Collection[str]) -> bool:
@@ -245,13 +262,13 @@ RULES: tuple[Rule, ...] = (
     Rule(("model",), _model_shape),
     Rule(("model", "parallelism", "data.sequence_length"), _degrees),
     Rule(("model.vocab_size", "data"), _vocabulary),
-    Rule(("parallelism", "engine"), _engine),
+    Rule(("parallelism", "engine"), _engine, to_run=True),
     Rule(("accelerator", "train.precision"), _accelerator),
     Rule(("accelerator",), _accelerator_figures),
     Rule(("schedule", "train.steps"), _schedule),
     Rule(("launch.time_limit_min", "launch.lead_s"), _time_limit),
     Rule(("recovery",), _heartbeat),
     Rule(("cluster",), _container),
-    Rule(("cluster", "launch.nodes"), _local_nodes),
+    Rule(("cluster", "launch.nodes"), _local_nodes, to_run=True),
     Rule(("tracking.uri", "cluster", "runs_dir"), _tracking),
 )

@@ -6,6 +6,7 @@ and the values of environment variables whose names speak of secrets are masked.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,18 +17,8 @@ from air_hpc.tracking.uri import scrub
 MAX_BYTES = 1024 * 1024
 """Of one file; a larger one is left out."""
 
-_PLACES = (
-    ("run.yaml", "", "."),
-    ("submit", "*.sh", "submit"),
-    ("submit", "*.sbatch", "submit"),
-    ("code", "*.diff", "code"),
-    ("code", "*.patch", "code"),
-    ("code", "packages*.txt", "code"),
-    ("code", "versions*.json", "code"),
-    ("code", "environment*.json", "code"),
-    ("code", "snapshot*.json", "code"),
-)
-"""(place in the run directory, names, folder among the artifacts)."""
+_BESIDE_THE_CODE = ("diff.patch", "code.json")
+"""`code` links to the tree of a snapshot; its diff and package versions stand beside the tree."""
 
 _SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH", re.IGNORECASE)
 
@@ -35,14 +26,35 @@ _SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH", re.IGNORECAS
 def collect(run: RunDir, env: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """(artifact path, text) of each small file; `env` is the config's `cluster.env`."""
     secrets = [value for name, value in env.items() if _SECRET_NAME.search(name) and value]
-    for place, names, folder in _PLACES:
-        root = run.path / place
-        for path in sorted(root.glob(names)) if names else [root]:
-            text = _read(path)
-            if text is not None:
-                for secret in secrets:
-                    text = text.replace(secret, "***")
-                yield (path.name if folder == "." else f"{folder}/{path.name}"), scrub(text)
+    for name, path in _files(run):
+        text = _read(path)
+        if text is not None:
+            for secret in secrets:
+                text = text.replace(secret, "***")
+            yield name, scrub(text)
+
+
+def _files(run: RunDir) -> Iterator[tuple[str, Path]]:
+    yield "run.yaml", run.run_yaml
+    scripts = {path.name: path for path in run.submit_dir.glob("*.sh")}
+    shared = _shared_script(run)
+    if shared is not None:
+        scripts.setdefault(shared.name, shared)
+    for name, path in sorted(scripts.items()):
+        yield f"submit/{name}", path
+    if run.code_dir.is_symlink():
+        for name in _BESIDE_THE_CODE:
+            yield f"code/{name}", run.code_dir.resolve().parent / name
+
+
+def _shared_script(run: RunDir) -> Path | None:
+    """The script of an array, which its runs share: submission.json says where it is."""
+    text = _read(run.submit_dir / "submission.json")
+    try:
+        named = json.loads(text or "{}").get("script")
+    except (ValueError, AttributeError):
+        return None
+    return Path(named) if isinstance(named, str) else None
 
 
 def _read(path: Path) -> str | None:

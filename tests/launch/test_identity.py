@@ -6,9 +6,15 @@ from air_hpc.launch import identity
 
 
 def test_a_run_id_is_readable_and_a_plain_file_name() -> None:
-    name = identity.run_id("llama_8b", now=1796033759.0)
+    (name,) = identity.run_ids(["llama_8b"], now=1796033759.0)
     assert re.fullmatch(r"llama_8b-\d{6}-\d{6}-[0-9a-f]{6}", name)
     assert re.fullmatch(r"sweep-\d{6}-\d{6}-[0-9a-f]{6}", identity.sweep_id(now=1796033759.0))
+
+
+def test_the_runs_of_a_sweep_sort_as_they_were_written() -> None:
+    ids = identity.run_ids(["tiny"] * 12, now=1796033759.0)
+    assert list(ids) == sorted(ids)
+    assert len(set(ids)) == 12
 
 
 def test_a_thousand_ids_of_one_second_are_mostly_distinct() -> None:

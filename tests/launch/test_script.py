@@ -52,7 +52,7 @@ def test_only_the_agents_are_in_a_container(kind: str) -> None:
     text = rendered(cluster={"container": container})
     assert parses(text)
     (line,) = [x for x in text.splitlines() if "-m air_hpc.agent" in x]
-    srun = text[text.index("\nsrun ") : text.index("status=$?")]
+    srun = text[text.index("\nsrun ") : text.index("srun_pid=$!")]
     assert "/img s/x.sif" in srun
     assert "/data" in srun
     assert "python3 -m air_hpc.agent" in line

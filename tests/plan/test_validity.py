@@ -65,6 +65,14 @@ def test_the_native_engine_refuses_what_it_does_not_train_yet(axis: str) -> None
     assert any(f"trains with {axis} 1 only" in p.message for p in problems)
 
 
+def test_who_only_plans_is_warned_of_what_would_not_run_here() -> None:
+    spec = SHARED.compose(["parallelism=fsdp_tp", "launch.nodes=2", "launch.devices_per_node=2"])
+    plan, problems = make_plan(spec, to_run=False)
+    assert plan is not None
+    assert {p.key for p in problems if p.warning} == {"parallelism.tp", "launch.nodes"}
+    assert make_plan(spec)[0] is None
+
+
 def test_tensor_parallel_is_checked_against_every_width_it_splits() -> None:
     problems = problems_of("parallelism.tp=3", "launch.devices_per_node=3", "model=llama_8b")
     said = " ".join(p.message for p in problems)

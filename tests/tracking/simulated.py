@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -73,9 +74,16 @@ class SimulatedRun:
         plan = replace(plan, tracking_uri=uri)
         self.frozen: FrozenRun = freeze_run(run_id, spec, plan, (f"optimizer.lr={lr}",))
         self.dir.run_yaml.write_text(render_run_yaml(self.frozen))
-        (self.dir.submit_dir / "job.sh").write_text(
-            "#!/bin/bash\nexport MY_API_KEY=hunter2hunter2\n"
-        )
+        shared_script = runs_dir / ".air_hpc" / "submissions" / "1.sh"
+        shared_script.parent.mkdir(exist_ok=True)
+        pointer = json.dumps({"script": str(shared_script)})
+        (self.dir.submit_dir / "submission.json").write_text(pointer)
+        shared_script.write_text("#!/bin/bash\nexport MY_API_KEY=hunter2hunter2\n")
+        tree = self.dir.shared_dir / "code" / "0a1b" / "tree"
+        tree.mkdir(parents=True, exist_ok=True)
+        (tree.parent / "code.json").write_text('{"packages": {"numpy": "2.0"}}')
+        (tree.parent / "diff.patch").write_text("+fetch https://me:hunter2@host/data")
+        self.dir.code_dir.symlink_to(tree)
         self.ledger = LedgerWriter(self.dir, "agent-1", clock=self.clock)
         self.token = Token(0, 0)
         self.spool: SpoolWriter | None = None

@@ -93,7 +93,7 @@ def test_a_late_server_a_kill_and_a_roll_back_lose_and_double_nothing(
     wait_until(lambda: reader.steps("tiny-1") == [*range(1, 26)], 150)
     # Two at once, as with a sync from the login node.
     third = start(run)
-    run.more(26, 150)
+    run.more(26, 30)
     run.commit(30)
     run.end("completed", "stop", 150)
     said = leave(second) + leave(third)
@@ -103,7 +103,7 @@ def test_a_late_server_a_kill_and_a_roll_back_lose_and_double_nothing(
     assert found.info.status == "FINISHED"
     assert found.data.tags["air_hpc.rolled_back"] == "11-20"
     artifacts = {entry.path for entry in reader.client.list_artifacts(found.info.run_id)}
-    assert artifacts == {"run.yaml", "submit"}
+    assert artifacts == {"run.yaml", "submit", "code"}
     everything = str(found.to_dictionary()) + line
     for path in [*run.dir.ledger_dir.iterdir(), *run.dir.metrics_dir.iterdir()]:
         everything += path.read_text()
@@ -137,9 +137,11 @@ def test_it_leaves_with_its_parent_after_one_last_pass(tmp_path: Path, database:
     shipper = int(parent.stdout.readline())
     reader = Reader(database)
     wait_until(lambda: reader.runs("tiny-1") and reader.steps("tiny-1") == [1, 2, 3], 150)
+    os.kill(shipper, signal.SIGSTOP)  # so that what follows waits for its last pass
     parent.kill()
     parent.communicate()
     run.more(4, 9)
+    os.kill(shipper, signal.SIGCONT)
     wait_until(lambda: not Path(f"/proc/{shipper}").exists(), 60)
     os.close(writing)
     assert reader.steps("tiny-1") == [*range(1, 10)]

@@ -197,7 +197,7 @@ def test_artifacts_hold_the_script_and_the_config_without_secrets(
     folder = Path(found.info.artifact_uri)
     assert folder.is_relative_to(tmp_path)
     names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-    assert names == ["run.yaml", "submit/job.sh"]
+    assert names == ["code/code.json", "code/diff.patch", "run.yaml", "submit/1.sh"]
     told = json.dumps(found.to_dictionary())
     for path in folder.rglob("*"):
         if path.is_file():
