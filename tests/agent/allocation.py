@@ -32,7 +32,13 @@ esac
 class Allocation:
     """One start of a job of two nodes; one agent a node."""
 
-    def __init__(self, folder: Path, run: RunDir, restart_count: int = 0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        run: RunDir,
+        restart_count: int = 0,
+        nodes: tuple[str, ...] = NODES,
+    ) -> None:
         folder.mkdir(exist_ok=True)
         self.folder = folder
         self.run = run
@@ -42,7 +48,9 @@ class Allocation:
         scontrol.chmod(0o700)
         self.say("RUNNING")
         self._known = len(self.events())
-        self.agents = {node: self._start(node) for node in NODES}
+        self.agents: dict[str, subprocess.Popen[bytes]] = {}
+        for node in nodes:
+            self.start(node)
 
     def say(self, state: str, **facts: str) -> None:
         """What `scontrol show job` answers from now on."""
@@ -51,7 +59,8 @@ class Allocation:
         words = " ".join(f"{key}={value}" for key, value in said.items())
         (self.folder / "job.txt").write_text(f"JobId={JOB} JobName=run {words}\n")
 
-    def _start(self, node: str) -> subprocess.Popen[bytes]:
+    def start(self, node: str) -> None:
+        """Start the agent of a node."""
         environ = {
             **os.environ,
             "PATH": f"{self.folder}:{os.environ['PATH']}",
@@ -67,7 +76,7 @@ class Allocation:
         if self.restart_count:
             environ["SLURM_RESTART_COUNT"] = str(self.restart_count)
         with (self.folder / f"{node}.log").open("ab") as log:
-            return subprocess.Popen(
+            self.agents[node] = subprocess.Popen(
                 [sys.executable, "-m", "air_hpc.agent", str(self.run.path)],
                 env=environ,
                 stdin=subprocess.DEVNULL,
@@ -124,7 +133,7 @@ class Allocation:
         return path.read_text().split() if path.exists() else []
 
     def logs(self) -> str:
-        return "\n".join((self.folder / f"{node}.log").read_text() for node in NODES)
+        return "\n".join((self.folder / f"{node}.log").read_text() for node in self.agents)
 
     def close(self) -> None:
         for agent in self.agents.values():

@@ -179,3 +179,4 @@ def test_leave_ends_with_the_coordinators_exit_code(node: Node) -> None:
     node.agent.on_message({"type": "leave", "exit_code": 93, "reason": "the run is over"})
     assert node.agent.exit_code == 93
     assert node.said == ["the run is over"]
+    assert node.of("bye")
