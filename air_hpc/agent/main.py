@@ -7,6 +7,7 @@ the loop of `attempt` reads.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -39,10 +40,14 @@ class SignalPipe:
 
 
 def say(text: str) -> None:
-    """One line to the batch log, with the time and the node."""
+    """One line to the batch log, with the time and the node.
+
+    Lost without harm where nobody reads it any more: a node that Slurm gave up has no slurmstepd.
+    """
     node = os.environ.get("SLURMD_NODENAME", "local")
     stamp = time.strftime("%H:%M:%S")
-    print(f"{stamp} [air_hpc {node}] {text}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):
+        print(f"{stamp} [air_hpc {node}] {text}", file=sys.stderr, flush=True)
 
 
 def main(argv: list[str] | None = None) -> int:

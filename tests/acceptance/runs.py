@@ -46,14 +46,20 @@ SMALL = (
 here dozens of processes share two cores."""
 
 
-def air_hpc(*words: str, cluster: DevCluster | None = None, timeout_s: float = 300) -> str:
-    """`python -m air_hpc WORDS` as this user; its stdout. Fails on any exit code but 0."""
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), **(cluster.env if cluster else {})}
+def air_hpc(
+    *words: str, cluster: DevCluster | None = None, checkout: Path = ROOT, timeout_s: float = 300
+) -> str:
+    """`python -m air_hpc WORDS` of a checkout; its stdout. Fails on any exit code but 0."""
+    environ = {**os.environ, "PYTHONPATH": str(checkout), **(cluster.env if cluster else {})}
     done = subprocess.run(
         [sys.executable, "-m", "air_hpc", *words],
-        env=environ, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s,
+        env=environ,
+        cwd=checkout,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
         stdin=subprocess.DEVNULL,
-    )  # fmt: skip
+    )
     assert done.returncode == 0, f"{words}: exit {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
@@ -94,6 +100,14 @@ def wait_for_end(runs: Sequence[RunDir], timeout_s: float = 420) -> None:
         "the end of " + ", ".join(f"{r.run_id} ({status_of(r).state})" for r in runs),
         timeout_s,
     )
+
+
+def job_of(run: RunDir) -> str:
+    """The run's job as Slurm names it in commands: ARRAYJOB_TASK for an element of an array."""
+    facts = events_of(run, "attempt_started")[-1].facts
+    if facts["array_job_id"] is None:
+        return str(facts["job_id"])
+    return f"{facts['array_job_id']}_{facts['array_task_id']}"
 
 
 def losses(run: RunDir) -> dict[int, float]:

@@ -19,7 +19,7 @@ from tests.acceptance.runs import (
     air_hpc,
     assert_finished_like,
     events_of,
-    losses,
+    job_of,
     status_of,
     story,
     wait_for_end,
@@ -29,15 +29,6 @@ from tests.acceptance.runs import (
 from tests.slurm_cluster import DevCluster
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1500)]
-
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
-    """The losses of an undisturbed run of the same world size, on this machine."""
-    runs_dir = tmp_path_factory.mktemp("reference")
-    air_hpc(*SMALL, "launch.devices_per_node=4", f"runs_dir={runs_dir}", "tracking.uri=null")
-    (run,) = list_runs(runs_dir)
-    return losses(run)
 
 
 @pytest.fixture
@@ -56,12 +47,6 @@ def submit_array(cluster: DevCluster, runs_dir: Path, *fates: str) -> dict[str, 
     found = list_runs(runs_dir)
     assert len(found) == len(fates)
     return dict(zip(fates, found, strict=True))
-
-
-def job_of(run: RunDir) -> str:
-    """The run's job as Slurm names it in commands: ARRAYJOB_TASK."""
-    facts = events_of(run, "attempt_started")[-1].facts
-    return f"{facts['array_job_id']}_{facts['array_task_id']}"
 
 
 def has_the_arrays_own_id(run: RunDir) -> bool:
