@@ -189,6 +189,15 @@ def test_a_preempted_run_is_requeued_by_the_script_inside_the_grace(users: Site)
     users.cluster.wait_for_job(high, "COMPLETED")
 
 
+def test_ahead_of_the_time_limit_the_agents_are_told_and_the_run_goes_on(users: Site) -> None:
+    (run,) = users.submit("hold-requeue", time_limit_min=1, lead_s=40.0)["runs"]
+    users.wait_for_events(run, 2, "finish")
+    assert users.wait_for_end(run)["Restarts"] == "1"
+    signals = [x for x in users.seen(run) if x["event"] == "signal"]
+    # SIGUSR2 alone: nothing else reached them, and the script lived on to requeue.
+    assert [x["received"] for x in signals] == [[12], [12]]
+
+
 def test_the_script_outlives_scancel_to_do_what_the_agents_decided(users: Site) -> None:
     """The agents of this test decide nothing: the job stays cancelled and is not requeued."""
     (run,) = users.submit("hold")["runs"]
@@ -250,6 +259,22 @@ def test_a_chain_is_submitted_ahead_and_each_link_waits_for_the_former(
         assert len({x["job"] for x in users.starts(run)}) == 3
         times = [x["time"] for x in users.starts(run)]
         assert times == sorted(times)
+
+
+def test_inside_an_allocation_the_same_script_runs_at_once(users: Site) -> None:
+    options = {"nodes": 2, "cluster": fake_cluster("finish", kind="allocation")}
+    words = [users.python.executable, "-m", "tests.launch.submitter", str(users.runs_dir), "1"]
+    # salloc gives its nodes back when its command ends: the command waits for the agents.
+    wait = (
+        'for i in {1..300}; do compgen -G "$0/*/attempts/seen" && break; sleep 0.1; done; sleep 3'
+    )
+    script = f'"$@"; {wait}'
+    salloc = ["salloc", "-N2", "--ntasks-per-node=1", "bash", "-c", script, str(users.runs_dir)]
+    words = [*salloc, *words, json.dumps(options)]
+    users.cluster.run(words, USER, env=users.python.env, cwd=ROOT)
+    (seen,) = users.runs_dir.glob("*/attempts/seen")
+    starts = [json.loads(line) for line in seen.read_text().splitlines()]
+    assert sorted(x["rank"] for x in starts if x["event"] == "start") == [0, 1]
 
 
 def test_values_reach_slurm_exactly(devcluster: DevCluster, tmp_path: Path) -> None:
