@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from air_hpc.cli.options import Option, Parsed
+from air_hpc.cli.output import print_json, say
 from air_hpc.errors import BadInput, Problem, raise_if_any
 
 if TYPE_CHECKING:
@@ -79,8 +80,8 @@ def require_overrides(words: Sequence[str]) -> None:
     raise_if_any(problems)
 
 
-def print_config(parsed: Parsed) -> str:
-    """What `--cfg job` prints."""
+def print_config(parsed: Parsed) -> None:
+    """`--cfg job`: the composed config as YAML, or with `--json` as an object."""
     which = parsed.text("cfg")
     if which != "job":
         raise BadInput.single(
@@ -90,7 +91,13 @@ def print_config(parsed: Parsed) -> str:
             allowed="job",
             hint="Run folders, logs and sweeps are air_hpc's; see runs_dir and -m",
         )
-    return composer_of(parsed).job_yaml(parsed.rest, resolve=parsed.flag("resolve"))
+    if parsed.flag("json"):
+        from air_hpc.config.freeze import to_plain
+
+        print_json({"config": to_plain(composer_of(parsed).compose(parsed.rest))})
+    else:
+        text = composer_of(parsed).job_yaml(parsed.rest, resolve=parsed.flag("resolve"))
+        say(text.rstrip())
 
 
 def make_tasks(

@@ -90,6 +90,10 @@ class Display(Protocol):
         """Show how far the run is."""
         ...
 
+    def wait_for(self, what: str) -> None:
+        """Show what is waited for after the end."""
+        ...
+
 
 def follow(
     run: RunDir,
@@ -111,6 +115,7 @@ def follow(
         while True:
             try:
                 view = _until_end(watch, display, sleep, clock)
+                display.wait_for("handing metrics over")
                 _linger(watch, sleep, clock)
                 return Outcome(view, interrupted=asked)
             except KeyboardInterrupt:
@@ -260,6 +265,9 @@ class _Bar:
             figures=figures(watch, self.steps),
         )
 
+    def wait_for(self, what: str) -> None:
+        self.progress.update(self.task, description=what, figures="")
+
 
 class _Lines:
     """For files and pipes: what happens, and a line of figures every few seconds."""
@@ -283,3 +291,6 @@ class _Lines:
         self._shown, self._step = now, watch.last.step
         of = f"/{self._steps}" if self._steps is not None else ""
         self.line(f"step {watch.last.step}{of}  {figures(watch, self._steps)}")
+
+    def wait_for(self, what: str) -> None:
+        return

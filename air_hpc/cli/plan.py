@@ -50,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
         say(HELP_TEXT.rstrip())
         return EXIT_OK
     if parsed.text("cfg"):
-        say(print_config(parsed).rstrip())
+        print_config(parsed)
         return EXIT_OK
     made = make_tasks(parsed, to_run=False)
     if parsed.flag("json"):

@@ -68,7 +68,7 @@ def main(arguments: Sequence[str]) -> int:
         say(HELP_TEXT.rstrip())
         return EXIT_OK
     if parsed.text("cfg"):
-        say(print_config(parsed).rstrip())
+        print_config(parsed)
         return EXIT_OK
     if parsed.text("resume") is not None:
         return _resume(parsed)

@@ -1,3 +1,5 @@
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -7,6 +9,8 @@ from air_hpc.rundir.events import Event, Kind
 from air_hpc.rundir.fence import Token
 from air_hpc.rundir.state import RunStatus
 from air_hpc.rundir.words import FailureClass, RunState, Verdict
+from air_hpc.runs.process import ProcessIdentity
+from air_hpc.runs.status import view_run
 from tests.runs.made import MadeRun
 
 
@@ -64,3 +68,32 @@ def test_following_a_run_that_has_ended_tells_its_story(
         "Saved step 10 (1 B).",
         "step 10/10  loss 0.5  0.0 s left",
     ]
+
+
+def test_the_first_ctrl_c_asks_the_run_to_stop_and_the_second_leaves_it_to_that(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stubborn = "import signal; signal.signal(15, signal.SIG_IGN); print(flush=True); input()"
+    agent = subprocess.Popen(
+        [sys.executable, "-c", stubborn], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    try:
+        assert agent.stdout is not None
+        agent.stdout.readline()
+        run = MadeRun(tmp_path / "runs", "tiny-1").event(Kind.SUBMITTED, cluster="local")
+        run.training(scheduler="local", **ProcessIdentity.of(agent.pid).to_facts())
+        later = MadeRun(tmp_path / "runs", "tiny-2").event(Kind.SUBMITTED, cluster="local")
+
+        def interrupted(seconds: float) -> None:
+            raise KeyboardInterrupt
+
+        outcome = follow(run.dir, None, others=[later.dir], sleep=interrupted)
+        assert (outcome.left, outcome.exit_code) == (True, 130)
+        assert agent.poll() is None
+        assert view_run(run.dir).status.cancel_requested
+        assert view_run(later.dir).status.state is RunState.CANCELLED
+        told = capsys.readouterr().out
+        assert "Press again to leave it to that" in told
+        assert "Left to itself: the run goes on saving" in told
+    finally:
+        agent.communicate()

@@ -30,7 +30,7 @@ def test_every_verb_has_help_with_examples_that_fits_a_screen(
         (["--dryrun"], ["unknown option --dryrun", "Did you mean --dry-run?"]),
         (["plan", "model=tyny"], ["no such option", "llama_8b", "Did you mean tiny?"]),
         (["plan", "--config-dir", "nowhere"], ["no such folder"]),
-        (["plan", "train.steps=1,2"], ["several values", "add -m"]),
+        (["plan", "train.steps=1,2"], ["several values", "Add -m"]),
         (["--cfg", "hydra"], ["no config of Hydra's own"]),
         (["logs", "a", "b"], ["logs takes one run"]),
         (["cancel"], ["name the runs to cancel"]),
