@@ -6,6 +6,7 @@
     describe   params, tags, status and control metrics of a run: pure
     artifacts  the small files worth keeping beside the metrics
     store      the one module that imports mlflow
+    samples    ships the spools of one run
     shipper    ships one run, a pass at a time
     sync       many runs in one foreground process
     __main__   the process that the coordinator's agent starts: python -m air_hpc.tracking RUN_DIR

@@ -12,28 +12,22 @@ in which the other ships the newer one's. Then a step may stand twice.
 
 from __future__ import annotations
 
-import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from air_hpc.plan.frozen import FrozenRun
 from air_hpc.rundir.events import Event, Kind, read_ledger, record
-from air_hpc.rundir.fence import Token
 from air_hpc.rundir.layout import RunDir
-from air_hpc.rundir.spool import Sample, read_spool, spool_files, spool_path
 from air_hpc.rundir.state import RunStatus, fold
 from air_hpc.rundir.words import TERMINAL, RunState
 from air_hpc.tracking.artifacts import collect
 from air_hpc.tracking.coverage import (
     count_steps,
-    cut_of,
-    difference,
     lasts_from_events,
     rolled_back_ranges,
-    starts_from_events,
 )
-from air_hpc.tracking.describe import LOSS, STATUS, control_metrics, params, summary_metrics, tags
+from air_hpc.tracking.describe import STATUS, control_metrics, params, summary_metrics, tags
 from air_hpc.tracking.position import (
     ControlPoint,
     Position,
@@ -42,16 +36,11 @@ from air_hpc.tracking.position import (
     position_path,
     save_position,
 )
+from air_hpc.tracking.samples import SampleShipper, first_steps
 from air_hpc.tracking.store import Row, RunLost, Store, StoreUnavailable
-
-CHUNK_BYTES = 256 * 1024
-"""Of a spool, read, sent and noted at a time: what a crash sends again at most."""
 
 CONTROL_INTERVAL_S = 10.0
 """Between two points of goodput and its kin."""
-
-_NOT_IN_A_NAME = re.compile(r"[^\w\-. :/]")
-"""What MLflow refuses in a metric's name (mlflow.utils.validation)."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +76,7 @@ class RunShipper:
         self._position: Position | None = None
         self._resolved = False
         self._seen: tuple[tuple[str, int], ...] = ()
-        self._old_losses: dict[Token, tuple[int, dict[int, float]]] = {}
+        self._samples = SampleShipper(run)
         self._said: set[str] = set()
 
     def use(self, store: Store) -> None:
@@ -151,8 +140,8 @@ class RunShipper:
     ) -> int:
         self._announce(position, events)
         self._describe(position)
-        starts = self._starts(events)
-        rows = self._ship_samples(position, starts)
+        starts = first_steps(self.run, events)
+        rows = self._samples.ship(self._store, position, starts, self._save)
         lasts = {**position.lasts}
         for token, step in lasts_from_events(events).items():
             lasts[token] = max(step, lasts.get(token, step))
@@ -204,108 +193,6 @@ class RunShipper:
             position.artifacts_done = True
         except StoreUnavailable as error:
             self._once(f"artifacts of {self.run.run_id} are not in MLflow: {error}")
-
-    # -- samples ---------------------------------------------------------------------------------
-
-    def _starts(self, events: Sequence[Event]) -> dict[Token, int]:
-        """The first step of each generation: by the ledger, else by its first sample."""
-        starts = starts_from_events(events)
-        for path in spool_files(self.run):
-            token = Token.parse(path.stem)
-            if token not in starts:
-                samples, _ = read_spool(path, 0, CHUNK_BYTES)
-                if samples:
-                    starts[token] = samples[0].step
-        return starts
-
-    def _ship_samples(self, position: Position, starts: Mapping[Token, int]) -> int:
-        sent = 0
-        for path in spool_files(self.run):
-            token = Token.parse(path.stem)
-            while True:
-                offset = position.offsets.get(token, 0)
-                samples, end = read_spool(path, offset, CHUNK_BYTES)
-                if end == offset:
-                    break
-                sent += self._ship_chunk(position, token, samples, starts)
-                position.offsets[token] = end
-                self._save(position)
-        return sent
-
-    def _ship_chunk(
-        self,
-        position: Position,
-        token: Token,
-        samples: Sequence[Sample],
-        starts: Mapping[Token, int],
-    ) -> int:
-        cut = cut_of(token, starts)
-        rows: dict[tuple[str, int], Row] = {}
-        shipped, dead = [], []
-        for sample in samples:
-            owner = position.coverage.owner(sample.step)
-            if owner is not None and owner != token:
-                self._compare(position, sample, owner, starts)
-            elif sample.step >= cut:
-                dead.append(sample)
-            else:
-                shipped.append(sample)
-            if sample.step < cut:
-                position.last_loss = sample.metrics.get(LOSS, position.last_loss)
-        for sample in shipped:
-            for row in _rows(sample):
-                rows.setdefault((row.key, row.step), row)
-        self._store.log_rows(position.mlflow_run_id, list(rows.values()))
-        for sample in shipped + self._among_the_shipped(position, dead):
-            position.coverage.add(token, sample.step)
-        if samples:
-            highest = max(sample.step for sample in samples)
-            position.lasts[token] = max(highest, position.lasts.get(token, highest))
-        return len(rows)
-
-    def _among_the_shipped(self, position: Position, dead: Sequence[Sample]) -> list[Sample]:
-        """Those rolled-back samples that reached the store before a shipper's crash."""
-        present: dict[str, set[tuple[int, int]]] = {}
-        found = []
-        for sample in dead:
-            rows = _rows(sample)
-            if not rows:
-                continue
-            row = next((row for row in rows if row.key == LOSS), rows[0])
-            if row.key not in present:
-                present[row.key] = self._store.present(position.mlflow_run_id, row.key)
-            if (row.step, row.time_ms) in present[row.key]:
-                found.append(sample)
-        return found
-
-    def _compare(
-        self, position: Position, sample: Sample, owner: Token, starts: Mapping[Token, int]
-    ) -> None:
-        """Hold a re-run step against what was shipped of it."""
-        again = sample.metrics.get(LOSS)
-        if again is None:
-            return
-        first, losses = self._old_losses.get(owner, (None, {}))
-        if first is None or sample.step < first:
-            first = min([s for t, s in starts.items() if t > owner] + [sample.step])
-            losses = self._read_losses(owner, first)
-            self._old_losses[owner] = first, losses
-        shipped = losses.get(sample.step)
-        if shipped is not None:
-            gap = difference(shipped, again)
-            position.largest_difference = max(gap, position.largest_difference or 0.0)
-
-    def _read_losses(self, token: Token, first: int) -> dict[int, float]:
-        losses: dict[int, float] = {}
-        offset = 0
-        while True:
-            samples, end = read_spool(spool_path(self.run, token), offset, CHUNK_BYTES)
-            if end == offset:
-                return losses
-            offset = end
-            for sample in samples:
-                if sample.step >= first and LOSS in sample.metrics:
-                    losses.setdefault(sample.step, sample.metrics[LOSS])
 
     # -- the run as a whole ----------------------------------------------------------------------
 
@@ -396,12 +283,3 @@ class RunShipper:
         if text not in self._said:
             self._said.add(text)
             self._say(text)
-
-
-def _rows(sample: Sample) -> list[Row]:
-    """A sample's metrics, under names that MLflow takes."""
-    time_ms = int(sample.time * 1000)
-    return [
-        Row(_NOT_IN_A_NAME.sub("_", key)[:250], value, time_ms, sample.step)
-        for key, value in sample.metrics.items()
-    ]

@@ -61,7 +61,7 @@ def leave(process: subprocess.Popen[str]) -> str:
 def test_a_late_server_a_kill_and_a_roll_back_lose_and_double_nothing(
     tmp_path: Path, server: Server, start: Start
 ) -> None:
-    run = SimulatedRun(tmp_path / "runs", uri=server.uri.replace("//", "//me:s3cret@"))
+    run = SimulatedRun(tmp_path / "runs", uri=server.uri)
     run.submitted()
     run.attempt(1, None)
     run.train(1, 10)
@@ -104,10 +104,6 @@ def test_a_late_server_a_kill_and_a_roll_back_lose_and_double_nothing(
     assert found.data.tags["air_hpc.rolled_back"] == "11-20"
     artifacts = {entry.path for entry in reader.client.list_artifacts(found.info.run_id)}
     assert artifacts == {"run.yaml", "submit", "code"}
-    everything = str(found.to_dictionary()) + line
-    for path in [*run.dir.ledger_dir.iterdir(), *run.dir.metrics_dir.iterdir()]:
-        everything += path.read_text()
-    assert "s3cret" not in everything
 
 
 def test_it_leaves_with_its_parent_after_one_last_pass(tmp_path: Path, database: str) -> None:
