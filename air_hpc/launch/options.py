@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from air_hpc.config.spec import RunSpec
 from air_hpc.errors import Problem, nearest
+from air_hpc.launch import identity
 from air_hpc.launch.quote import header_problem
 from air_hpc.launch.sbatch_options import FLAGS, OWNED, WITH_VALUE
 from air_hpc.plan.types import Plan
@@ -108,7 +109,7 @@ def shape(spec: RunSpec, plan: Plan) -> tuple[object, ...]:
 
 def label_of(specs: Sequence[RunSpec]) -> str:
     """The readable part of the name of the job (or array) of these runs."""
-    names = {spec.launch.job_name or spec.name or spec.model.name for spec in specs}
+    names = {s.launch.job_name or s.name or identity.label(s.model.name) for s in specs}
     return names.pop() if len(names) == 1 else "sweep"
 
 
@@ -143,6 +144,11 @@ def _value_problems(spec: RunSpec) -> Iterator[Problem]:
     for key, value in values.items():
         if value is not None and (problem := header_problem(value, key)):
             yield problem
+    for key in ("launch.job_name", "name"):
+        name = values[key]
+        if name is not None and "," in name:
+            # squeue and sacct would take it for two names: the job could not be looked up.
+            yield Problem(key, name, "has a comma", "a job name without commas")
     if launch.lead_s != "auto" and launch.lead_s > 65535:
         yield Problem(
             "launch.lead_s", f"{launch.lead_s:g}", "is above what sbatch takes", "at most 65535 s"

@@ -59,7 +59,7 @@ def submit(
     here = cwd or Path.cwd()
     if not tasks:
         raise BadInput.single("tasks", "", "there is nothing to submit")
-    checked = prepare.check(tasks, cwd=here, snapshot=_site(tasks, here))
+    checked = _checked(tasks, here)
     runs_dir = prepare.runs_dir_of(checked.tasks[0].spec, here)
     known = load(submission_dir(runs_dir, submission_id)) if submission_id else None
     if known is not None and known.fingerprint != prepare.fingerprint(checked.tasks):
@@ -122,13 +122,23 @@ def dry_run(tasks: Sequence[Task], *, cwd: Path | None = None) -> str:
     return "\n".join(lines)
 
 
-def _site(tasks: Sequence[Task], cwd: Path, *, cached: bool = True) -> Snapshot | None:
+def _checked(tasks: Sequence[Task], cwd: Path) -> prepare.Checked:
+    """The checks, with the site as remembered; what looks wrong by that is asked anew."""
+    try:
+        return prepare.check(tasks, cwd=cwd, snapshot=_site(tasks, cwd))
+    except BadInput:
+        return prepare.check(tasks, cwd=cwd, snapshot=_site(tasks, cwd, max_age_s=0))
+
+
+def _site(
+    tasks: Sequence[Task], cwd: Path, *, cached: bool = True, max_age_s: float = snapshot.MAX_AGE_S
+) -> Snapshot | None:
     if not tasks or tasks[0].spec.cluster.kind != "slurm":
         return None
     spec = tasks[0].spec
     shared = prepare.runs_dir_of(spec, cwd) / SHARED_DIR
     cache = shared / "site.json" if cached and shared.is_dir() else None
-    return snapshot.take(timeout_s=spec.cluster.submit_timeout_s, cache=cache)
+    return snapshot.take(timeout_s=spec.cluster.submit_timeout_s, cache=cache, max_age_s=max_age_s)
 
 
 def _finish(

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from air_hpc.rundir.words import FailureClass
 
 _RUNNING = frozenset({"RUNNING", "SUSPENDED", "SIGNALING", "RESIZING", "STOPPED", "CONFIGURING"})
-"""SIGNALING is shown for moments in place of RUNNING while Slurm delivers a signal (seen, 22.05)."""
+"""SIGNALING is shown in place of RUNNING while Slurm delivers a signal (seen on 22.05.8)."""
 _GONE_FOR_TIME = frozenset({"TIMEOUT", "DEADLINE"})
 
 

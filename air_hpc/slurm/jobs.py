@@ -273,6 +273,7 @@ def find_by_name(
 ) -> tuple[JobRecord, ...]:
     """The user's jobs of exactly this name: from squeue, and from sacct where there is one.
 
+    The name must hold no comma: both commands would take it for several names.
     This is how a submission that got no answer learns whether it was made.
     """
     found = {

@@ -254,3 +254,19 @@ def test_a_full_queue_keeps_what_was_taken_and_the_rest_waits(tmp_path: Path, sl
     assert again.complete
     assert len((slurm / "accepted").read_text().splitlines()) == 2
     assert submitting.unfinished(runs_dir) == ()
+
+
+def test_a_limit_that_was_lifted_is_not_held_against_the_user(tmp_path: Path, slurm: Path) -> None:
+    """The remembered site says one thing, the site by now another."""
+    runs_dir = tmp_path / "runs"
+    limited = slurm / "partitions.txt"
+    before = limited.read_text()
+    limited.write_text(before.replace("MaxTime=UNLIMITED", "MaxTime=00:05:00"))
+    options = {"nodes": 1, "continuation": "chain", "chain_length": 1}
+    submitting.submit(making.tasks(runs_dir, time_limit_min=5, **options), cwd=tmp_path)
+    submitting.submit(making.tasks(runs_dir, time_limit_min=5, **options), cwd=tmp_path)
+    assert (runs_dir / ".air_hpc" / "site.json").is_file()
+    with pytest.raises(submitting.BadInput, match="above the maximum"):
+        submitting.submit(making.tasks(runs_dir, time_limit_min=9, **options), cwd=tmp_path)
+    limited.write_text(before)
+    submitting.submit(making.tasks(runs_dir, time_limit_min=9, **options), cwd=tmp_path)

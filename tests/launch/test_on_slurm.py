@@ -14,6 +14,9 @@ import pytest
 from air_hpc.launch import quote
 from air_hpc.launch.executor import header_lines
 from air_hpc.launch.submission import submission_dir
+from air_hpc.rundir.events import read_ledger
+from air_hpc.rundir.layout import RunDir
+from air_hpc.runs.jobs import jobs_of
 from tests.launch.making import ROOT, fake_cluster
 from tests.slurm_cluster import USER, DevCluster
 from tests.user_python import python_for
@@ -167,6 +170,11 @@ def test_resubmission_starts_the_next_job_once_and_after_this_one(users: Site, n
         assert second["restarts"] == "0"
         job = users.cluster.wait_for_job(second["job"], "COMPLETED")
         assert "again" in job["JobName"]
+        # The ledger names the next job as commands do, before that has said a word itself.
+        known = jobs_of(read_ledger(RunDir(Path(run["run_dir"]))).events).ids
+        element = "" if number == 1 else f"_{run['array_task']}"
+        following = job.get("ArrayJobId", job["JobId"])
+        assert known == (f"{run['job_id']}{element}", f"{following}{element}")
     assert not users.cluster.run(["squeue", "-h"]).stdout
 
 
@@ -179,6 +187,15 @@ def test_a_preempted_run_is_requeued_by_the_script_inside_the_grace(users: Site)
     assert job["Restarts"] == "1"
     assert [x["restarts"] for x in users.starts(run)] == ["0", "1"]
     users.cluster.wait_for_job(high, "COMPLETED")
+
+
+def test_ahead_of_the_time_limit_the_agents_are_told_and_the_run_goes_on(users: Site) -> None:
+    (run,) = users.submit("hold-requeue", time_limit_min=1, lead_s=40.0)["runs"]
+    users.wait_for_events(run, 2, "finish")
+    assert users.wait_for_end(run)["Restarts"] == "1"
+    signals = [x for x in users.seen(run) if x["event"] == "signal"]
+    # SIGUSR2 alone: nothing else reached them, and the script lived on to requeue.
+    assert [x["received"] for x in signals] == [[12], [12]]
 
 
 def test_the_script_outlives_scancel_to_do_what_the_agents_decided(users: Site) -> None:
@@ -242,6 +259,22 @@ def test_a_chain_is_submitted_ahead_and_each_link_waits_for_the_former(
         assert len({x["job"] for x in users.starts(run)}) == 3
         times = [x["time"] for x in users.starts(run)]
         assert times == sorted(times)
+
+
+def test_inside_an_allocation_the_same_script_runs_at_once(users: Site) -> None:
+    options = {"nodes": 2, "cluster": fake_cluster("finish", kind="allocation")}
+    words = [users.python.executable, "-m", "tests.launch.submitter", str(users.runs_dir), "1"]
+    # salloc gives its nodes back when its command ends: the command waits for the agents.
+    wait = (
+        'for i in {1..300}; do compgen -G "$0/*/attempts/seen" && break; sleep 0.1; done; sleep 3'
+    )
+    script = f'"$@"; {wait}'
+    salloc = ["salloc", "-N2", "--ntasks-per-node=1", "bash", "-c", script, str(users.runs_dir)]
+    words = [*salloc, *words, json.dumps(options)]
+    users.cluster.run(words, USER, env=users.python.env, cwd=ROOT)
+    (seen,) = users.runs_dir.glob("*/attempts/seen")
+    starts = [json.loads(line) for line in seen.read_text().splitlines()]
+    assert sorted(x["rank"] for x in starts if x["event"] == "start") == [0, 1]
 
 
 def test_values_reach_slurm_exactly(devcluster: DevCluster, tmp_path: Path) -> None:

@@ -104,6 +104,10 @@ def test_all_bad_pass_through_options_are_listed_together() -> None:
     ]
 
 
+def test_a_job_name_that_could_not_be_looked_up_is_refused() -> None:
+    assert keys(job_name="lr=1,wd=2") == ["launch.job_name"]
+
+
 def test_an_unknown_option_gets_the_nearest_name() -> None:
     (problem,) = options.problems(spec("/runs", sbatch={"licences": "a:1"}))
     assert problem.hint == "Did you mean licenses?"
