@@ -72,18 +72,8 @@ def run_agent(arguments: Sequence[str], signals: SignalPipe) -> int:
         outcome = attempt.outcome
         if outcome is None or outcome.restart_after_s is None:
             return exit_code
-        if not _pause(outcome.restart_after_s, signals):
-            return exit_code
-
-
-def _pause(seconds: float, signals: SignalPipe) -> bool:
-    """Wait before a local restart; False when a signal ends the waiting."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if signals.read():
-            return False
-        time.sleep(TICK_MS / 1000)
-    return True
+        # A signal in the pause is for the next attempt: it ends the run, and the ledger says so.
+        signals.wait(outcome.restart_after_s)
 
 
 class Attempt:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import sys
 import time
@@ -29,6 +30,10 @@ class SignalPipe:
             signal.signal(number, lambda *_: None)
         for number in (signal.SIGUSR1, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for a signal, at most `timeout_s`; it stays to be read."""
+        select.select([self.fd], [], [], timeout_s)
 
     def read(self) -> list[str]:
         """The names of stop signals that arrived, in order."""

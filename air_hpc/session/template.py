@@ -120,6 +120,8 @@ def _run_worker(
         status = 0
     except SystemExit as leaving:
         status = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+        if isinstance(leaving.code, str):  # as the interpreter does
+            print(leaving.code, file=sys.stderr)
     except BaseException:
         traceback.print_exc()
     finally:

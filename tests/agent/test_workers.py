@@ -108,12 +108,18 @@ def test_under_the_flag_all_run_to_the_target_and_leave(
 
 
 @pytest.mark.parametrize(
-    ("at_end", "status"), [("raise", 1), ("exit_3", 3), ("segfault", -signal.SIGSEGV)]
+    ("at_end", "status"),
+    [("raise", 1), ("exit_3", 3), ("exit_text", 1), ("segfault", -signal.SIGSEGV)],
 )
-def test_exit_statuses_travel(group_of: Callable[..., Group], at_end: str, status: int) -> None:
+def test_exit_statuses_travel(
+    run: RunDir, group_of: Callable[..., Group], at_end: str, status: int
+) -> None:
     group = group_of(1, steps=1, at_end=at_end)
     assert group.listen_to_the_end() == {0: status}
     words = group.workers[0].end()["last_words"]
+    if at_end == "exit_text":
+        log = node_log_path(run.generation_dir(1, 1), "n1").read_text()
+        assert log == "r0 | no such file\n"
     if at_end == "raise":
         assert (words["type"], words["failure_class"]) == ("KeyError", "user_error")
         assert "KeyError" in words["traceback"]

@@ -46,6 +46,8 @@ def main() -> None:
     except Exception as error:
         session.failed(error, traceback=traceback.format_exc(), failure_class="user_error")
         raise
+    if at_end == "exit_text":
+        sys.exit("no such file")
     if at_end == "exit_3":
         sys.exit(3)
     if at_end == "segfault":
