@@ -1,5 +1,6 @@
 """Fixtures that more than one folder of tests uses."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -7,8 +8,13 @@ from hypothesis import HealthCheck, settings
 
 from tests.slurm_cluster import DevCluster, why_no_cluster
 
-# Machines are shared, so no example of a property is timed.
-settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# Machines are shared, so no example of a property is timed. CI tries the same examples each time.
+settings.register_profile(
+    "untimed",
+    deadline=None,
+    derandomize=bool(os.environ.get("CI")),
+    suppress_health_check=[HealthCheck.too_slow],
+)
 settings.load_profile("untimed")
 
 

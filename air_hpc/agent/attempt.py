@@ -49,7 +49,10 @@ TICK_MS = 100
 SHIPPER_DRAIN_S = 60.0
 SHIPPER_DRAIN_UNDER_SIGNAL_S = 5.0
 FAREWELL_S = 2.0
-"""How long the coordinator stays after the end, so that every node hears that it may leave."""
+"""How long the coordinator stays after the end at most, until every node has heard of it."""
+DISMISSAL_S = 60.0
+"""The same where there was nothing to do: agents that start later than the coordinator's would wait
+for it until `launch.start_timeout_s`."""
 PORTS_OFFERED = 2
 
 
@@ -250,10 +253,13 @@ class Attempt:
         """Answer what still arrives, so that a node whose message was lost hears it may leave."""
         if self._hub is None or self._coordinator is None or len(self._context.nodes) == 1:
             return
-        deadline = time.monotonic() + FAREWELL_S
-        while time.monotonic() < deadline:
+        coordinator = self._coordinator
+        deadline = time.monotonic() + (DISMISSAL_S if coordinator.dismissed else FAREWELL_S)
+        while time.monotonic() < deadline and not coordinator.everyone_left:
+            if coordinator.dismissed and self._signals.read():
+                return
             for sender, message in self._hub.receive():
-                self._coordinator.on_message(sender, message)
+                coordinator.on_message(sender, message)
             time.sleep(TICK_MS / 1000)
 
     def _drain_shipper(self) -> None:

@@ -107,6 +107,7 @@ class Coordinator:
         self._clock = clock
         self._wall_clock = wall_clock
         self._members: dict[str, Member] = {}
+        self._left: set[str] = set()
         self._ends: dict[int, WorkerEnd] = {}
         self._places: tuple[RankPlace, ...] = ()
         self._resume_steps: tuple[int, ...] = ()
@@ -126,6 +127,8 @@ class Coordinator:
         self._ledger: LedgerWriter | None = None
         self._word: SlurmWord | None = None
         self._open()
+        self.dismissed = self.outcome is not None
+        """Whether this start found that there is nothing to do."""
 
     # -- the start ---------------------------------------------------------------------------------
 
@@ -287,14 +290,17 @@ class Coordinator:
         kind = message["type"]
         if kind == "hello":
             self._register(node, message, now)
-        elif member is None and kind not in ("signal", "agent_failed"):
+        elif member is None and kind not in ("signal", "agent_failed", "bye"):
             return
         elif kind == "heartbeat" and member is not None:
             member.done_step = message.get("done_step", member.done_step)
             member.phases = tuple(message.get("phases", ()))
+            self._on_ended(node, message.get("ended", []), now)
             self._socket.send(node, {"type": "ack", "sequence": message["sequence"]})
             if self.outcome is not None:
                 self._send_leave(node)
+            else:
+                self._remind(node)
         elif kind == "worker":
             self._on_worker(message["message"])
         elif kind == "begun":
@@ -303,6 +309,8 @@ class Coordinator:
             self._on_ended(node, message["workers"], now)
         elif kind == "signal":
             self.on_signal(message["name"], node)
+        elif kind == "bye":
+            self._left.add(node)
         elif kind == "agent_failed":
             self._kill_workers()
             self._end_attempt(
@@ -326,7 +334,11 @@ class Coordinator:
             mark_bad(self._run, int(facts["step"]), str(facts.get("reason", "")), token=self.token)
 
     def _on_ended(self, node: str, workers: list[dict[str, Any]], now: float) -> None:
+        if not workers:
+            return
         for facts in workers:
+            if facts["rank"] in self._ends:
+                continue
             end = WorkerEnd(
                 rank=facts["rank"],
                 node=node,
@@ -602,6 +614,24 @@ class Coordinator:
                 "reason": self.outcome.reason,
             },
         )
+
+    @property
+    def everyone_left(self) -> bool:
+        """Whether every node that is not lost has said that it leaves."""
+        lost = {member.node for member in self._members.values() if member.lost}
+        return self._left | lost >= set(self._context.nodes)
+
+    def _remind(self, node: str) -> None:
+        """Repeat what a node may not have heard: a broken connection loses what was on its way.
+
+        Each of these words may come any number of times.
+        """
+        if self._killed_at is not None:
+            self._socket.send(node, {"type": "kill"})
+        elif self._stop.target is not None:
+            self._socket.send(node, {"type": "target", "step": self._stop.target})
+        elif self._stop.requested and node in self._stop.missing:
+            self._socket.send(node, {"type": "stop"})
 
     def _broadcast(self, message: Message) -> None:
         for member in self._members.values():

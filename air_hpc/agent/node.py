@@ -136,6 +136,7 @@ class NodeAgent:
             self.group.kill()
 
     def _on_leave(self, message: Message) -> None:
+        self._uplink.send({"type": "bye"})
         self._leave(message["exit_code"], message.get("reason", ""))
 
     def _leave(self, exit_code: int, reason: str) -> None:
@@ -171,7 +172,7 @@ class NodeAgent:
         ended = self.group.reap()
         if ended:
             self.group.pump(self._on_worker_message)
-            self._uplink.send({"type": "ended", "workers": [worker.end() for worker in ended]})
+            self._uplink.send({"type": "ended", "workers": self.group.ends()})
 
     def _on_worker_message(self, rank: int, message: dict[str, Any]) -> None:
         if message["kind"] in FORWARDED:

@@ -269,11 +269,19 @@ class WorkerGroup:
     # -- watching ----------------------------------------------------------------------------------
 
     def progress(self) -> dict[str, Any]:
-        """The node's part of a heartbeat: the least step done and the phases."""
+        """The node's part of a heartbeat: the least step done, the phases and who has ended.
+
+        Ends are said with every beat, since the message of an end may be lost with its connection.
+        """
         return {
             "done_step": min((w.page.read(Word.DONE_STEP) for w in self.workers), default=NONE),
             "phases": sorted({w.phase for w in self.workers}),
+            "ended": self.ends(),
         }
+
+    def ends(self) -> list[dict[str, Any]]:
+        """How those that have ended did."""
+        return [worker.end() for worker in self.workers if worker.exit_status is not None]
 
     def reap(self) -> list[Worker]:
         """Workers that ended since the last call, and their children with them.

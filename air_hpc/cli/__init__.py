@@ -5,7 +5,8 @@
     output      what goes to stdout and how errors are told
     texts       numbers and times as people read them
     composing   the options and the work that `run` and `plan` share
-    foreground  follows a local run: progress, notices, Ctrl-C
+    site_checks, dry_run, submitted, foreground, summary
+                what `run` asks, shows and follows
 
 A verb imports what it needs when it runs, so that `--help` and `plan` stay quick.
 """

@@ -18,6 +18,7 @@ from air_hpc.errors import BadInput, Problem, raise_if_any
 if TYPE_CHECKING:
     from air_hpc.config.compose import Composer, SweepTask
     from air_hpc.config.spec import RunSpec
+    from air_hpc.launch.prepare import Task as LaunchTask
     from air_hpc.plan.types import Plan
 
 _PROGRESS_FROM_TASKS = 50
@@ -92,10 +93,19 @@ def print_config(parsed: Parsed) -> str:
     return composer_of(parsed).job_yaml(parsed.rest, resolve=parsed.flag("resolve"))
 
 
-def make_tasks(parsed: Parsed, *, more: Checks | None = None, to_run: bool = True) -> Tasks:
+def make_tasks(
+    parsed: Parsed,
+    *,
+    more: Checks | None = None,
+    when_wrong: Checks | None = None,
+    to_run: bool = True,
+) -> Tasks:
     """Compose and plan everything that the command line asks for.
 
-    `more` checks each spec further. Unless it is `to_run`, what only stops a run is a warning.
+    `more` checks each spec further; `when_wrong` does so where there is a problem already, with
+    checks that are made later anyway where there is none. Unless it is `to_run`, what only stops a
+    run is a warning.
+
     Raises BadInput with every problem of every task.
     """
     require_overrides(parsed.rest)
@@ -118,6 +128,9 @@ def make_tasks(parsed: Parsed, *, more: Checks | None = None, to_run: bool = Tru
             found.update(dict.fromkeys(more(spec)))
         if plan is not None:
             tasks.append(Task(overrides, spec, plan))
+    if when_wrong is not None and not all(problem.warning for problem in found):
+        for _, spec in composed:
+            found.update(dict.fromkeys(when_wrong(spec)))
     raise_if_any(found)
     return Tasks(tuple(tasks), tuple(problem for problem in found if problem.warning))
 
@@ -168,3 +181,10 @@ def common_overrides(tasks: Sequence[Task]) -> frozenset[str]:
     if len(tasks) < 2:
         return frozenset()
     return frozenset.intersection(*(frozenset(task.overrides) for task in tasks))
+
+
+def launch_tasks(tasks: Sequence[Task]) -> list[LaunchTask]:
+    """The tasks as `launch` takes them."""
+    from air_hpc.launch.prepare import Task as Made
+
+    return [Made(task.spec, task.plan, task.overrides) for task in tasks]

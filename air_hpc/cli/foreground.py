@@ -148,8 +148,8 @@ def _until_end(
         display.show(watch, status)
         if status.terminal:
             return view_run(watch.run)
-        process = jobs_of(watch.events).process
-        if process is not None and not process.alive():
+        # Started from here, so what cannot be seen here any more is gone.
+        if not jobs_of(watch.events).alive():
             # Its last words may be on their way: look a little longer before it is given up.
             silent_since = clock() if silent_since is None else silent_since
             if clock() - silent_since > _LOST_AFTER_S:

@@ -8,6 +8,7 @@ to a file that the line names, or to the screen with AIR_HPC_DEBUG=1.
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -70,6 +71,9 @@ def overview() -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns its exit code and never raises but for SystemExit."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A path or a log line that the terminal has no letters for must not end the command.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         return _flushed(_dispatch(given))
     except BrokenPipeError:

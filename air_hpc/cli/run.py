@@ -5,32 +5,27 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from air_hpc.cli.composing import (
     CONFIG_OPTIONS,
     OVERRIDES_HELP,
     Task,
     Tasks,
-    common_overrides,
+    launch_tasks,
     make_tasks,
     print_config,
-    sweep_label,
 )
+from air_hpc.cli.dry_run import show_dry_run
 from air_hpc.cli.options import JSON, RUNS_DIR, Option, Parsed, option_lines, parse
-from air_hpc.cli.output import (
-    note,
-    print_json,
-    print_table,
-    problem_json,
-    say,
-    tell_warnings,
-)
+from air_hpc.cli.output import note, print_json, problem_json, say, tell_warnings
+from air_hpc.cli.site_checks import SiteProblems
+from air_hpc.cli.submitted import submitted_json, tell_submitted
 from air_hpc.errors import EXIT_OK, BadInput, Problem
 
 if TYPE_CHECKING:
     from air_hpc.config.spec import RunSpec
-    from air_hpc.launch.result import Result, Submitted
+    from air_hpc.launch.result import Result
 
 OPTIONS = (
     JSON,
@@ -77,9 +72,9 @@ def main(arguments: Sequence[str]) -> int:
         return EXIT_OK
     if parsed.text("resume") is not None:
         return _resume(parsed)
-    made = make_tasks(_with_runs_dir(parsed), more=_script_problems)
+    made = make_tasks(_with_runs_dir(parsed), more=_script_problems, when_wrong=SiteProblems().of)
     if parsed.flag("dry_run"):
-        return _dry_run(made, parsed)
+        return show_dry_run(made, as_json=parsed.flag("json"))
     return _start(made, parsed)
 
 
@@ -98,69 +93,11 @@ def _script_problems(spec: RunSpec) -> list[Problem]:
     return [*options.problems(spec), *script.problems(spec)]
 
 
-# -- nothing is started ----------------------------------------------------------------------------
-
-
-def _dry_run(made: Tasks, parsed: Parsed) -> int:
-    from air_hpc.cli.plan import describe
-    from air_hpc.config.freeze import dump_yaml, to_plain
-    from air_hpc.launch.submit import dry_run
-    from air_hpc.plan.report import plan_json
-
-    scripts = dry_run(_launch_tasks(made.tasks))
-    if parsed.flag("json"):
-        print_json(
-            {
-                "dry_run": True,
-                "runs": [
-                    {
-                        "overrides": list(task.overrides),
-                        "config": to_plain(task.spec),
-                        "plan": plan_json(task.plan, task.spec),
-                    }
-                    for task in made.tasks
-                ],
-                "script": scripts,
-                "warnings": [problem_json(problem) for problem in made.warnings],
-            }
-        )
-        return EXIT_OK
-    tell_warnings(made.warnings)
-    first = made.tasks[0]
-    of = f" (the first of {len(made.tasks)} runs)" if len(made.tasks) > 1 else ""
-    say(f"# config{of}")
-    say(dump_yaml(to_plain(first.spec)).rstrip())
-    say(f"\n# plan{of}")
-    say(describe(first))
-    if len(made.tasks) > 1:
-        _show_sweep_overrides(made.tasks)
-    say("\n# script")
-    say(scripts.rstrip())
-    note("Nothing was written and nothing was submitted (--dry-run).")
-    return EXIT_OK
-
-
-def _show_sweep_overrides(tasks: Sequence[Task]) -> None:
-    common = common_overrides(tasks)
-    say("\n# runs of the sweep")
-    for number, task in enumerate(tasks):
-        say(f"{number:>5}  {sweep_label(task, common)}")
-
-
-def _launch_tasks(tasks: Sequence[Task]) -> list[Any]:
-    from air_hpc.launch.prepare import Task as LaunchTask
-
-    return [LaunchTask(task.spec, task.plan, task.overrides) for task in tasks]
-
-
-# -- something is started --------------------------------------------------------------------------
-
-
 def _start(made: Tasks, parsed: Parsed) -> int:
     from air_hpc.launch.submit import submit
 
     progress = _prepared if sys.stderr.isatty() and len(made.tasks) > 1 else None
-    result = submit(_launch_tasks(made.tasks), progress=progress)
+    result = submit(launch_tasks(made.tasks), progress=progress)
     warnings = tuple(dict.fromkeys((*made.warnings, *result.warnings)))
     if not parsed.flag("json"):
         tell_warnings(warnings)
@@ -168,9 +105,9 @@ def _start(made: Tasks, parsed: Parsed) -> int:
     if kind != "slurm" and not parsed.flag("detach"):
         return _follow(result, made.tasks, warnings, parsed)
     if parsed.flag("json"):
-        print_json(_submitted_json(result, warnings, single=not parsed.flag("multirun")))
+        print_json(submitted_json(result, warnings, single=not parsed.flag("multirun")))
     else:
-        _tell_submitted(result, made.tasks, kind)
+        tell_submitted(result, made.tasks, kind)
     return EXIT_OK
 
 
@@ -219,7 +156,7 @@ def _follow(
 
 
 def _resume(parsed: Parsed) -> int:
-    from air_hpc.launch.submission import submission_dir
+    from air_hpc.launch.submission import load, submission_dir
     from air_hpc.launch.submit import resume_submission
     from air_hpc.runs.find import default_runs_dir
 
@@ -232,81 +169,12 @@ def _resume(parsed: Parsed) -> int:
         )
     folder = parsed.text("runs_dir")
     runs_dir = Path(folder).expanduser().absolute() if folder else default_runs_dir()
-    result = resume_submission(submission_dir(runs_dir, parsed.text("resume") or ""))
+    record = submission_dir(runs_dir, parsed.text("resume") or "")
+    result = resume_submission(record)
     if parsed.flag("json"):
-        print_json(_submitted_json(result, result.warnings, single=False))
+        print_json(submitted_json(result, result.warnings, single=False))
     else:
         tell_warnings(result.warnings)
-        _tell_submitted(result, None, "slurm")
+        known = load(record)
+        tell_submitted(result, None, "slurm" if known is None else known.kind)
     return EXIT_OK
-
-
-# -- what is told after a submission ---------------------------------------------------------------
-
-
-def _submitted_json(result: Result, warnings: Sequence[Problem], *, single: bool) -> dict[str, Any]:
-    rows = [_row(run) for run in result.runs]
-    common = {
-        "submission": result.submission_id,
-        "complete": result.complete,
-        "warnings": [problem_json(problem) for problem in warnings],
-    }
-    return {**rows[0], **common} if single else {**common, "runs": rows}
-
-
-def _row(run: Submitted) -> dict[str, Any]:
-    return {
-        "run_id": run.run_id,
-        "state": "PENDING",
-        "job_id": run.job,
-        "job_ids": list(run.job_ids),
-        "run_dir": str(run.run_dir),
-    }
-
-
-def _tell_submitted(result: Result, tasks: Sequence[Task] | None, kind: str) -> None:
-    """The ids, and what to type next."""
-    verb = "Submitted" if kind == "slurm" else "Started"
-    first = result.runs[0]
-    if len(result.runs) == 1:
-        job = f" as Slurm job {first.job}" if kind == "slurm" and first.job else ""
-        say(f"{verb} {first.run_id}{job}")
-        say(f"  in {first.run_dir}")
-    else:
-        _show_table(result, tasks, kind)
-        say(f"{verb} {len(result.runs)} runs as {result.submission_id}")
-    if not result.complete:
-        say(f"Some wait for room in the queue. Later: {_ourselves('run')} --resume "
-            f"{result.submission_id}{_where(first)}")  # fmt: skip
-    name = first.run_id
-    where = _where(first)
-    cancel = name if len(result.runs) == 1 else f"--all-of {result.submission_id}"
-    say("Next:")
-    say(f"  {_ourselves('status')} {name if len(result.runs) == 1 else ''}{where}".rstrip())
-    say(f"  {_ourselves('logs')} {name} --follow{where}")
-    say(f"  {_ourselves('cancel')} {cancel}{where}")
-
-
-def _show_table(result: Result, tasks: Sequence[Task] | None, kind: str) -> None:
-    common = common_overrides(tasks or ())
-    labels = [sweep_label(task, common) for task in tasks] if tasks else [""] * len(result.runs)
-    rows = [
-        (run.run_id, (run.job or "waits") if kind == "slurm" else "here", label)
-        for run, label in zip(result.runs, labels, strict=True)
-    ]
-    print_table(("RUN", "JOB", "OVERRIDES"), rows)
-
-
-def _ourselves(verb: str) -> str:
-    return f"python -m air_hpc {verb}"
-
-
-def _where(run: Submitted) -> str:
-    """The option that names the runs folder, where it is not the one that is looked in anyway."""
-    import shlex
-
-    from air_hpc.runs.find import default_runs_dir
-
-    folder = Path(run.run_dir).parent
-    same = folder.resolve() == default_runs_dir().resolve()
-    return "" if same else f" --runs-dir {shlex.quote(str(folder))}"

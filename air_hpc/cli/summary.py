@@ -41,6 +41,8 @@ def describe(summary: Summary) -> str:
         ("directory", str(view.run.path)),
         ("MLflow", _mlflow(summary)),
     ]
+    if view.status.state is RunState.FAILED:
+        rows.append(("logs", f"python -m air_hpc logs {view.run.path}"))
     return pairs(rows)
 
 

@@ -47,8 +47,10 @@ def scaled(count: float | None, unit: str) -> str:
 
 
 def ratio(value: float | None) -> str:
-    """A share in percent."""
-    return UNKNOWN if value is None else f"{100 * value:.1f} %"
+    """A share in percent; a small one keeps two digits."""
+    if value is None:
+        return UNKNOWN
+    return f"{100 * value:.2g} %" if 0 < value < 0.001 else f"{100 * value:.1f} %"
 
 
 def number(value: float | None, digits: int = 4) -> str:

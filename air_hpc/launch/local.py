@@ -10,6 +10,7 @@ sweep go one after another, for they would share the machine's devices.
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -28,6 +29,7 @@ from air_hpc.launch.submission import AskState, Submission, save
 from air_hpc.plan.frozen import FrozenRun, read_run_yaml
 from air_hpc.rundir.atomic import write_atomic
 from air_hpc.rundir.events import Kind, record
+from air_hpc.runs.process import boot_id
 from air_hpc.slurm.environment import scrubbed
 
 NO_LIMIT_MIN = 60 * 24 * 366
@@ -131,6 +133,8 @@ def start(ready: Submission, warnings: tuple[Problem, ...]) -> Result:
                 submission=current.id,
                 pid=started.pid,
                 pid_create_time=started.create_time,
+                boot_id=boot_id(),
+                host=socket.gethostname(),
             )
     return result_of(current, warnings)
 

@@ -99,6 +99,7 @@ def start_world(
     kind: str,
     timeout_s: float,
     store: Store | None = None,
+    cpu_offload: bool = False,
 ) -> World:
     """Join the process group (at MASTER_ADDR and MASTER_PORT, or through `store`), make the mesh.
 
@@ -116,7 +117,7 @@ def start_world(
     timeout = timedelta(seconds=timeout_s)
     try:
         dist.init_process_group(
-            "gloo" if device.type == "cpu" else "nccl",
+            backend_for(device, cpu_offload=cpu_offload),
             rank=rank,
             world_size=world_size,
             timeout=timeout,
@@ -132,6 +133,13 @@ def start_world(
         ) from error
     mesh = build_mesh(degrees, device.type, timeout)
     return World(rank, local_rank, world_size, device, degrees, mesh, control, timeout_s)
+
+
+def backend_for(device: torch.device, *, cpu_offload: bool) -> str:
+    """The collective backends; offloaded gradients are reduced on the host, so gloo joins NCCL."""
+    if device.type == "cpu":
+        return "gloo"
+    return "cpu:gloo,cuda:nccl" if cpu_offload else "nccl"
 
 
 def build_mesh(degrees: Mesh, device_type: str, timeout: timedelta) -> DeviceMesh:

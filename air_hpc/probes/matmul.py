@@ -66,7 +66,9 @@ def device_name(device: torch.device) -> str:
     return match[1].strip() if match else platform.processor() or platform.machine()
 
 
-def calibrated_matmul(device: torch.device, precision: str, folder: Path) -> MatmulRate:
+def calibrated_matmul(
+    device: torch.device, precision: str, folder: Path, *, budget_s: float = 1.0
+) -> MatmulRate:
     """The rate kept in `folder` for this device, precision and thread count, else measured now.
 
     A file that cannot be read or written is no reason to fail: the rate is measured.
@@ -77,7 +79,7 @@ def calibrated_matmul(device: torch.device, precision: str, folder: Path) -> Mat
     try:
         return MatmulRate(**json.loads(path.read_bytes()))
     except (OSError, ValueError, TypeError):
-        rate = measure_matmul(device, precision)
+        rate = measure_matmul(device, precision, budget_s=budget_s)
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_atomic(path, json.dumps(asdict(rate)).encode())

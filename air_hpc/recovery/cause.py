@@ -21,6 +21,8 @@ from dataclasses import dataclass
 
 from air_hpc.rundir.words import FailureClass
 
+_RUNNING = frozenset({"RUNNING", "SUSPENDED", "SIGNALING", "RESIZING", "STOPPED", "CONFIGURING"})
+"""SIGNALING is shown in place of RUNNING while Slurm delivers a signal (seen on 22.05.8)."""
 _GONE_FOR_TIME = frozenset({"TIMEOUT", "DEADLINE"})
 
 
@@ -37,7 +39,7 @@ class SlurmWord:
     @property
     def running(self) -> bool:
         """Whether Slurm still holds the job to be running."""
-        return self.state.startswith(("RUNNING", "SUSPENDED"))
+        return self.state in _RUNNING
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@ Rules, in order:
 
 1. completed and cancelled ends are final; user errors, device memory and a wrong environment are
    not retried, since the next try would end the same;
-2. ends that are free (preemption, time limit, a requeue) cost nothing, however many they are;
+2. ends that are free (preemption, a requeue, a time limit that left a newer committed step) cost
+   nothing, however many they are;
 3. `max_no_progress` ends in a row that were not free, without a newer committed step, stop the
    run: it fails at the same place;
 4. more than `max_failures` ends that were not free stop it too.
@@ -58,7 +59,8 @@ def decide(
         return Decision(Verdict.STOP, "no restart can mend this")
     if not can_restart:
         return Decision(Verdict.STOP, "launch.continuation=none")
-    if failure_class in FREE:
+    before = history[-1].committed_step if history else None
+    if _is_free(failure_class, committed_step, before):
         return Decision(Verdict.REQUEUE, f"{failure_class} costs no budget")
     in_a_row = 1 + _without_progress(committed_step, history)
     if in_a_row >= budget.max_no_progress:
@@ -67,12 +69,29 @@ def decide(
             f"{in_a_row} ends in a row without a newer committed step "
             f"(recovery.max_no_progress={budget.max_no_progress})",
         )
-    failures = 1 + sum(end.failure_class not in FREE for end in history)
+    failures = 1 + sum(not free for free in _free_ends(history))
     if failures > budget.max_failures:
         return Decision(
             Verdict.STOP, f"{failures} failures (recovery.max_failures={budget.max_failures})"
         )
     return Decision(Verdict.REQUEUE, f"failure {failures} of {budget.max_failures}")
+
+
+def _is_free(failure_class: FailureClass, committed: int | None, before: int | None) -> bool:
+    """Whether an end costs no budget. A time limit does where it left no time for a newer commit:
+    the next start under the same limit would end the same."""
+    if failure_class is FailureClass.TIME_LIMIT:
+        return (committed or 0) > (before or 0)
+    return failure_class in FREE
+
+
+def _free_ends(history: Sequence[End]) -> list[bool]:
+    """For each end of the history whether it was free."""
+    befores = [None, *(end.committed_step for end in history)]
+    return [
+        _is_free(end.failure_class, end.committed_step, before)
+        for end, before in zip(history, befores, strict=False)
+    ]
 
 
 def _without_progress(committed_step: int | None, history: Sequence[End]) -> int:
@@ -82,9 +101,9 @@ def _without_progress(committed_step: int | None, history: Sequence[End]) -> int
     committing again what was committed before is no progress.
     """
     count = 0
-    for end in reversed(history):
+    for end, free in zip(reversed(history), reversed(_free_ends(history)), strict=True):
         if (committed_step or 0) > (end.committed_step or 0):
             break
-        if end.failure_class not in FREE:
+        if not free:
             count += 1
     return count

@@ -35,6 +35,12 @@ class RunJobs:
         """The process that the run stands or falls with: its agent's, before that the starter's."""
         return self.agent or self.starter
 
+    def alive(self) -> bool | None:
+        """Whether anything of this machine runs the run; None where that cannot be seen."""
+        told = [p.alive() for p in (self.agent, self.starter) if p is not None]
+        # An agent that is gone has ended its run, whatever else its starter does.
+        return next((word for word in told if word is not None), None)
+
     @property
     def last(self) -> str | None:
         """The job that was named last."""

@@ -91,11 +91,15 @@ def log_files(run: RunDir, selection: Selection | None = None) -> list[LogFile]:
 
 
 def _batch_logs(run: RunDir) -> list[Path]:
-    """What Slurm's --output names: one file for each job of the run, beside the submission."""
+    """What the script or the agent printed: one file for each job, beside the submission."""
     paths = sorted(run.submit_dir.glob("*.log"))
     folder = submission_folder(run)
     if folder is not None:
-        named = [folder / f"{job}.log" for job in jobs_of(read_ledger(run).events).ids]
+        jobs = jobs_of(read_ledger(run).events)
+        named = [folder / f"{job}.log" for job in jobs.ids]
+        if jobs.starter is not None:
+            # What submitit's local controller calls it; shared by the runs of a sweep.
+            named.append(folder / f"{jobs.starter.pid}_0_log.out")
         paths += [path for path in named if path.is_file()]
     return paths
 

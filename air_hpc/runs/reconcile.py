@@ -87,7 +87,10 @@ def with_slurm(status: RunStatus, seen: JobsSeen, now: float) -> Reconciled:
 
 
 def with_process(status: RunStatus, alive: bool | None) -> Reconciled:
-    """The status of a run on this machine, whose agent's process is `alive` (None: unknown)."""
+    """The status of a run without sbatch, by its agent's process (before that, its starter's).
+
+    `alive` None: it cannot be seen from here.
+    """
     if status.terminal:
         return Reconciled(status)
     if alive is None:
@@ -97,7 +100,9 @@ def with_process(status: RunStatus, alive: bool | None) -> Reconciled:
         return Reconciled(status)
     if status.state is RunState.REQUEUED:
         return Reconciled(status, reason="it was to be started again, but nothing here does so now")
-    evidence = "the agent's process ended without a word"
+    evidence = "the agent's process ended without a word; its log may tell why"
+    if status.attempt is None:
+        evidence = "the agent ended before it said a word; its log may tell why"
     return Reconciled(_closed(status, FailureClass.UNKNOWN, evidence), "process", evidence)
 
 

@@ -17,7 +17,9 @@ from air_hpc.errors import AirHpcError
 from air_hpc.rundir.events import Event, read_ledger
 from air_hpc.rundir.layout import RunDir
 from air_hpc.rundir.state import RunStatus, fold
+from air_hpc.rundir.words import RunState
 from air_hpc.runs.jobs import RunJobs, jobs_of
+from air_hpc.runs.logs import submission_folder
 from air_hpc.runs.progress import Progress, last_progress
 from air_hpc.runs.reconcile import JobsSeen, Reconciled, newest_known, with_process, with_slurm
 from air_hpc.slurm import jobs as slurm_jobs
@@ -152,12 +154,21 @@ def _reconcile(read: _Read, found: _Lookup, now: float) -> Reconciled:
     if read.status.terminal:
         return Reconciled(read.status, reason=read.status.evidence or None)
     if read.jobs.local:
-        process = read.jobs.process
-        return with_process(read.status, None if process is None else process.alive())
+        return with_process(read.status, read.jobs.alive())
+    if read.jobs.kind == "allocation" and read.jobs.alive() is False:
+        # The allocation may live on, for other work.
+        return with_process(read.status, False)
     if not read.jobs.ids:
-        # Submitted by hand, or a submission that was cut off before sbatch answered.
-        return Reconciled(read.status)
+        return Reconciled(read.status, reason=_not_submitted(read))
     return with_slurm(read.status, found.seen(read.jobs.ids), now)
+
+
+def _not_submitted(read: _Read) -> str | None:
+    """Its submission was cut off before sbatch answered, or the script is kept for later."""
+    folder = submission_folder(read.run)
+    if read.status.state is not RunState.PENDING or folder is None:
+        return None
+    return f"not submitted yet; to finish its submission: run --resume {folder.name}"
 
 
 def _view(read: _Read, outcome: Reconciled, found: _Lookup) -> RunView:

@@ -62,9 +62,12 @@ class CommandFailure(EnvironmentFailure):
 
     @property
     def transient(self) -> bool:
-        """Whether this is a failure that a busy or restarting controller gives."""
+        """Whether trying again may help: a busy controller, or the command was killed.
+
+        Slurm signals every process of a step, a command that an agent is running among them.
+        """
         text = self.stderr.lower()
-        return any(sign in text for sign in _TRANSIENT)
+        return self.returncode < 0 or any(sign in text for sign in _TRANSIENT)
 
 
 def _advice(name: str, stderr: str) -> str:

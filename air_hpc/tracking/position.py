@@ -57,8 +57,9 @@ class Position:
 
     @property
     def progress(self) -> tuple[bool, int, int]:
-        """Grows with everything that is shipped."""
-        return self.final, sum(self.offsets.values()), self.control_step
+        """Grows with everything that is shipped or noted to be."""
+        noted = self.control_step if self.pending is None else self.pending.step
+        return self.final, sum(self.offsets.values()), noted
 
     def to_json(self) -> bytes:
         """One JSON object."""

@@ -123,7 +123,7 @@ class Store:
         """
         if self._client is not None:
             return
-        _prepare_environment(self.uri)
+        _prepare_environment()
         try:
             from mlflow.tracking import MlflowClient
         except ImportError as error:
@@ -282,15 +282,11 @@ class Store:
             self._client.log_text(mlflow_run_id, text, name)
 
 
-def _prepare_environment(uri: StoreUri) -> None:
+def _prepare_environment() -> None:
     """Before mlflow is imported: no telemetry, no links printed, no git, short waits."""
     os.environ.update(_QUIET)
     for name, value in _PATIENCE.items():
         os.environ.setdefault(name, value)
-    if uri.user is not None:
-        os.environ.setdefault("MLFLOW_TRACKING_USERNAME", uri.user)
-    if uri.password is not None:
-        os.environ.setdefault("MLFLOW_TRACKING_PASSWORD", uri.password)
 
 
 def _create_database(path: Path, client_class: Any) -> None:

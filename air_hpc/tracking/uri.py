@@ -1,7 +1,8 @@
 """The address of a tracking store: which are taken, and how one is shown.
 
-An address may carry a user and a password (`https://user:secret@host`). They are taken out before
-anything else sees the address, so that no log, tag or event can hold them.
+A server's address that carries a user or a password (`https://user:secret@host`) is refused: it
+would end up in run.yaml, logs and tags. MLflow takes them from MLFLOW_TRACKING_USERNAME and
+MLFLOW_TRACKING_PASSWORD. What is logged or tagged is scrubbed all the same.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import unquote, urlsplit, urlunsplit
+from urllib.parse import urlsplit, urlunsplit
 
 from air_hpc.errors import BadInput
 
@@ -21,16 +22,11 @@ _USERINFO = re.compile(r"(?<=://)[^/@\s'\"]+@")
 
 @dataclass(frozen=True)
 class StoreUri:
-    """A checked address. `text` is what MLflow gets; `shown` may be logged and tagged.
-
-    For a server, `user` and `password` were taken out of `text`; None where there were none.
-    """
+    """A checked address. `text` is what MLflow gets; `shown` may be logged and tagged."""
 
     text: str
     shown: str
     sqlite_path: Path | None = None
-    user: str | None = None
-    password: str | None = None
 
     @property
     def is_server(self) -> bool:
@@ -75,16 +71,19 @@ def _sqlite(uri: str) -> StoreUri:
 
 def _server(uri: str) -> StoreUri:
     parts = urlsplit(uri)
-    host = parts.netloc.rpartition("@")[2]
+    userinfo, _, host = parts.netloc.rpartition("@")
+    if userinfo:
+        raise BadInput.single(
+            "tracking.uri",
+            scrub(uri),
+            "a user or password here would be written into logs and tags",
+            allowed="an address without them",
+            hint="Set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD instead",
+        )
     if not host:
-        raise BadInput.single("tracking.uri", scrub(uri), "names no server", allowed=ALLOWED)
+        raise BadInput.single("tracking.uri", uri, "names no server", allowed=ALLOWED)
     text = urlunsplit((parts.scheme, host, parts.path.rstrip("/"), "", ""))
-    return StoreUri(
-        text=text,
-        shown=text,
-        user=None if parts.username is None else unquote(parts.username),
-        password=None if parts.password is None else unquote(parts.password),
-    )
+    return StoreUri(text=text, shown=text)
 
 
 def scrub(text: str) -> str:

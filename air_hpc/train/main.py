@@ -99,6 +99,7 @@ def _train(session: Session, frozen: FrozenRun) -> int:
         world_size=env.world_size,
         kind=spec.accelerator.kind,
         timeout_s=spec.train.collective_timeout_s,
+        cpu_offload=spec.parallelism.cpu_offload,
     )
     peak = tell_peak(session, frozen, world)
     ended = train(session, spec, plan, world, peak)

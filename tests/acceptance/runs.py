@@ -20,7 +20,7 @@ from air_hpc.rundir.words import RunState
 from tests.slurm_cluster import DevCluster
 
 ROOT = Path(__file__).resolve().parents[2]
-STEPS = 160
+STEPS = 480
 T = TypeVar("T")
 
 SMALL = (
@@ -34,7 +34,7 @@ SMALL = (
     "train.global_batch_size=16",
     "train.micro_batch_size=2",
     f"train.steps={STEPS}",
-    "checkpoint.interval_steps=8",
+    "checkpoint.interval_steps=16",
     "schedule.warmup_steps=4",
     "launch.starter=fork",
     "launch.exclusive=true",

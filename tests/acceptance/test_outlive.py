@@ -94,7 +94,7 @@ def test_each_of_four_disturbed_runs_finishes_as_if_undisturbed(
     # to requeue the whole array by that id.
     requeued = next(run for run in runs if has_the_arrays_own_id(run))
     preempted, limited, lost = (run for run in runs if run is not requeued)
-    wait_for_step(runs, 8)
+    wait_for_step(runs, 16)
 
     nodes = status_of(preempted).nodes
     assert nodes is not None
@@ -113,6 +113,9 @@ def test_each_of_four_disturbed_runs_finishes_as_if_undisturbed(
         120,
     )
     devcluster.revive_node(lost_nodes[1])
+    # A requeued job keeps the limit that was shortened above, which leaves no time to train in.
+    wait_until(lambda: events_of(limited, "attempt_ended"), "the time limit", 120)
+    devcluster.run(["scontrol", "update", f"jobid={job_of(limited)}", "timelimit=30"])
 
     wait_for_end(runs)
     for run in runs:

@@ -103,14 +103,36 @@ class TestEnds:
         running.beat("n2")
         assert running.socket.to("leave").count("n2") == before + 1
 
+    def test_the_coordinator_may_leave_when_all_others_have(self, running: Play) -> None:
+        running.finished_all()
+        assert not running.coordinator.everyone_left
+        for node in NODES:
+            running.coordinator.on_message(node, {"type": "bye"})
+        assert running.coordinator.everyone_left
+
+    def test_ends_whose_message_was_lost_come_with_a_heartbeat(self, running: Play) -> None:
+        end = {"exit_status": 0, "phase": "finish", "done_step": 10}
+        end["last_words"] = {"kind": "finished", "step": 10}
+        running.ended("n1", 0, 1)
+        running.beat("n2", ended=[{"rank": rank, **end} for rank in (2, 3)])
+        assert running.end[0] is FailureClass.COMPLETED
+
+    def test_a_repeated_end_keeps_the_time_of_the_first(self, running: Play) -> None:
+        running.failed("n2", 2, failure_class="data")
+        running.now += 1
+        running.failed("n1", 0, 1, failure_class="storage")
+        running.now += 0.5
+        running.failed("n2", 2, 3, failure_class="data")
+        assert running.end[0] is FailureClass.DATA
+
     def test_a_lost_node_ends_the_generation(self, running: Play) -> None:
         running.wait(3)
         running.wait(6, beating=("n1",))
-        assert running.socket.to("kill") == ["n1"]
+        assert set(running.socket.to("kill")) == {"n1"}
         running.failed("n1", 0, 1, failure_class="network")
         failure_class, verdict, evidence = running.end
         assert (failure_class, verdict) == (FailureClass.NODE_LOST, Verdict.REQUEUE)
-        assert "n2 (step 3)" in evidence
+        assert "n2 (at step 3)" in evidence
         assert running.intent() == "requeue"
 
     def test_a_stall_of_our_own_is_not_held_against_the_nodes(self, running: Play) -> None:
@@ -136,10 +158,14 @@ class TestEnds:
         assert failure_class is FailureClass.NETWORK
         assert "rank 3 on n2" in evidence
 
-    def test_ends_that_never_come_are_passed_over(self, running: Play) -> None:
-        running.failed("n2", 3, failure_class="data")
+    def test_nodes_that_beat_but_report_no_end_of_their_killed_workers_are_lost(
+        self, running: Play
+    ) -> None:
+        running.failed("n2", 3, failure_class="network")
+        running.ended("n2", 2, exit_status=-9, last_words=None)
         running.wait(GATHER_S + KILL_WAIT_S + 1)
-        assert running.end[0] is FailureClass.DATA
+        assert running.end[0] is FailureClass.NODE_LOST
+        assert running.end[2] == "no word from n1 (at step 3)"
 
     def test_a_user_error_is_not_retried(self, running: Play) -> None:
         running.failed_all("user_error")
@@ -201,7 +227,7 @@ class TestStops:
         one.stopped_all(7)
         failure_class, verdict, evidence = one.end
         assert (failure_class, verdict) == (FailureClass.PREEMPTED, Verdict.REQUEUE)
-        assert "stopped at 7" in evidence
+        assert "stopped at step 7" in evidence
         assert one.scheduler.asked == 1
         assert one.intent() == "requeue"
         assert one.event(Kind.SIGNAL).facts == {"name": "SIGTERM", "node": "n2"}
@@ -212,6 +238,18 @@ class TestStops:
         running.wait(21)
         assert any("n2 did not report" in text for text in running.said)
         assert set(running.socket.to("kill")) == set(NODES)
+
+    def test_a_node_that_missed_a_word_hears_it_again(self, running: Play) -> None:
+        """A broken connection loses what was on its way."""
+        running.signal("SIGTERM")
+        running.coordinator.on_message("n1", {"type": "begun", "step": 6})
+        running.socket.sent.clear()
+        running.beat("n1", "n2")
+        assert running.socket.to("stop") == ["n2"]
+        running.coordinator.on_message("n2", {"type": "begun", "step": 7})
+        running.socket.sent.clear()
+        running.beat("n1")
+        assert ("n1", {"type": "target", "step": 7}) in running.socket.sent
 
     def test_a_save_that_takes_too_long_is_ended(self, running: Play) -> None:
         running.signal("SIGTERM")
@@ -240,7 +278,7 @@ class TestStops:
         one.wait(600 - lead_s - 2)
         assert one.socket.of("stop") == []
         one.wait(4)
-        assert sorted(one.socket.to("stop")) == ["n1", "n2"]
+        assert set(one.socket.to("stop")) == set(NODES)
         assert one.event(Kind.SIGNAL).facts["name"] == "timer"
 
     def test_workers_that_finish_meanwhile_have_completed(self, running: Play) -> None:

@@ -54,6 +54,7 @@ class TestStarts:
         assert one.exit_code == exit_code
         one.hello("n2")
         assert one.socket.to("leave") == ["n2"]
+        assert one.coordinator.dismissed
         assert one.coordinator.token is None
         assert newest_token(run) == Token(1, 1)
         assert read_ledger(run).events == before

@@ -6,17 +6,20 @@ from pathlib import Path
 
 import pytest
 
-from air_hpc.cli.main import VERBS
+from air_hpc.cli.main import VERBS, main
 from tests.cli.commands import air_hpc, environ, json_of
 
 
 @pytest.mark.parametrize("verb", ["", *VERBS])
-def test_every_verb_has_help_with_examples_that_fits_a_screen(tmp_path: Path, verb: str) -> None:
-    done = air_hpc(*([verb] if verb else []), "--help", cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "usage: python -m air_hpc" in done.stdout
-    assert done.stdout.count("  python -m air_hpc") >= 2
-    assert max(map(len, done.stdout.splitlines())) <= 100
+def test_every_verb_has_help_with_examples_that_fits_a_screen(
+    capsys: pytest.CaptureFixture[str], verb: str
+) -> None:
+    assert main([*([verb] if verb else []), "--help"]) == 0
+    told = capsys.readouterr()
+    assert told.err == ""
+    assert "usage: python -m air_hpc" in told.out
+    assert told.out.count("  python -m air_hpc") >= 2
+    assert max(map(len, told.out.splitlines())) <= 100
 
 
 @pytest.mark.parametrize(
@@ -36,14 +39,19 @@ def test_every_verb_has_help_with_examples_that_fits_a_screen(tmp_path: Path, ve
     ],
 )
 def test_bad_input_says_what_is_allowed_and_ends_with_2(
-    tmp_path: Path, words: list[str], pieces: list[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    pieces: list[str],
 ) -> None:
-    done = air_hpc(*words, cwd=tmp_path)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert "Traceback" not in done.stderr
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert "Traceback" not in told.err
     for piece in pieces:
-        assert piece in done.stderr
+        assert piece in told.err
 
 
 def test_every_problem_of_config_plan_and_script_is_listed_in_one_pass(tmp_path: Path) -> None:

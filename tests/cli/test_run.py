@@ -51,6 +51,13 @@ def test_there_is_nothing_to_resume(tmp_path: Path) -> None:
     assert "keeps its own config" in mixed.stderr
 
 
+def test_an_agent_that_cannot_start_ends_the_command_and_names_its_log(tmp_path: Path) -> None:
+    done = air_hpc(*SMALL, "cluster.python=/bin/false", cwd=tmp_path)
+    assert done.returncode == 1, done.stdout
+    assert "FAILED: the agent ended before it said a word" in done.stdout
+    assert "python -m air_hpc logs" in done.stdout
+
+
 @pytest.mark.torch
 def test_a_sweep_on_this_machine_goes_run_by_run_and_prints_one_object(tmp_path: Path) -> None:
     words = [*SMALL, "train.steps=4", "checkpoint.interval_steps=2", "-m", "train.seed=1,2"]

@@ -15,6 +15,9 @@ import pytest
 from air_hpc.launch import quote
 from air_hpc.launch.executor import header_lines
 from air_hpc.launch.submission import AskState, load, save, submission_dir
+from air_hpc.rundir.events import read_ledger
+from air_hpc.rundir.layout import RunDir
+from air_hpc.runs.jobs import jobs_of
 from tests.launch.making import ROOT, fake_cluster
 from tests.slurm_cluster import USER, DevCluster
 from tests.user_python import python_for
@@ -168,6 +171,11 @@ def test_resubmission_starts_the_next_job_once_and_after_this_one(users: Site, n
         assert second["restarts"] == "0"
         job = users.cluster.wait_for_job(second["job"], "COMPLETED")
         assert "again" in job["JobName"]
+        # The ledger names the next job as commands do, before that has said a word itself.
+        known = jobs_of(read_ledger(RunDir(Path(run["run_dir"]))).events).ids
+        element = "" if number == 1 else f"_{run['array_task']}"
+        following = job.get("ArrayJobId", job["JobId"])
+        assert known == (f"{run['job_id']}{element}", f"{following}{element}")
     assert not users.cluster.run(["squeue", "-h"]).stdout
 
 

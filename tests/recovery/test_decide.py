@@ -26,8 +26,17 @@ def test_what_would_end_the_same_again_stops(failure_class: FailureClass) -> Non
 
 @pytest.mark.parametrize("failure_class", sorted(FREE))
 def test_free_ends_cost_nothing_however_many(failure_class: FailureClass) -> None:
-    history = ends(*[(failure_class, 10)] * 50)
-    assert decide(failure_class, 10, history, BUDGET).verdict is Verdict.REQUEUE
+    history = ends(*[(failure_class, step) for step in range(10, 60)])
+    assert decide(failure_class, 60, history, BUDGET).verdict is Verdict.REQUEUE
+
+
+def test_a_time_limit_that_leaves_no_time_to_train_once_requeued_a_run_for_ever() -> None:
+    limited = FailureClass.TIME_LIMIT
+    assert (
+        decide(limited, 18, ends((limited, 18), (limited, 18)), BUDGET).verdict is Verdict.REQUEUE
+    )
+    assert decide(limited, 18, ends(*[(limited, 18)] * 3), BUDGET).verdict is Verdict.STOP
+    assert decide(limited, None, ends(*[(limited, None)] * 2), BUDGET).verdict is Verdict.STOP
 
 
 @pytest.mark.parametrize("failure_class", RETRIED)

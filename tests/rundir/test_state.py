@@ -235,6 +235,20 @@ def test_what_a_fenced_attempt_says_late_moves_only_its_own_end() -> None:
     assert status.time.wall_s == 80
 
 
+def test_an_attempt_without_an_end_counts_as_one_when_the_next_begins() -> None:
+    """Its coordinator was killed; such a run was once restarted without end."""
+    status = fold([*began(0, "1.1"), committed(20, "1.1", 5), *began(50, "2.1", resume=5)])
+    (end,) = status.ends
+    assert (end.token, end.failure_class, end.committed_step) == (Token(1, 1), "unknown", 5)
+    assert "attempt 1 ended without a word" in end.evidence
+
+
+def test_an_attempt_that_was_killed_after_a_signal_was_restarted_by_slurm() -> None:
+    signalled = at(20, Kind.SIGNAL, "1.1", name="SIGTERM")
+    status = fold([*began(0, "1.1"), signalled, *began(50, "2.1"), *began(90, "3.1")])
+    assert [end.failure_class for end in status.ends] == ["requeued", "unknown"]
+
+
 def test_nothing_after_the_end_changes_why_it_ended() -> None:
     end = [*began(0, "1.1"), ended(20, "1.1", "completed", "stop", step=9)]
     late = [

@@ -1,6 +1,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
+from air_hpc.rundir.events import Kind
 from air_hpc.rundir.fence import Token
 from air_hpc.runs.logs import LogLine, Selection, follow, log_files, read_lines, tail
 from tests.runs.made import MadeRun
@@ -83,3 +84,11 @@ def test_following_from_a_tail_repeats_and_loses_nothing(tmp_path: Path) -> None
     ended, pause = steps(lambda: run.log("r0 | c\n"))
     got = texts(list(follow(run.dir, Selection(), ended=ended, count=2, pause=pause)))
     assert got == ["a", "b", "c"]
+
+
+def test_what_a_local_agent_said_is_its_batch_log(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path / "runs", submission="one")
+    run.event(Kind.SUBMITTED, job_id="77", cluster="local", pid=77)
+    log = run.dir.shared_dir / "submissions" / "one" / "77_0_log.out"
+    log.write_text("No module named torch\n")
+    assert everything(run, Selection()) == ["No module named torch"]

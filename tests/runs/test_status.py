@@ -154,6 +154,25 @@ def test_a_chain_lives_while_one_of_its_jobs_does(tmp_path: Path, slurm: ToldSlu
     assert view.source == "ledger"
 
 
+def test_a_run_that_was_resubmitted_waits_with_its_next_job(
+    tmp_path: Path, slurm: ToldSlurm
+) -> None:
+    """The next job stands in the ledger before it starts: else the run looked ended meanwhile."""
+    run = MadeRun(tmp_path / "runs").submitted("100", 3)
+    run.training(job_id="103", array_job_id="100", array_task_id=3)
+    run.ended(failure_class="time_limit", verdict="requeue").submitted("200", 3)
+    slurm.tell("squeue", queued("200_3", "PENDING", "Dependency"))
+    slurm.tell("sacct", accounted("100_3", "TIMEOUT"))
+    view = view_run(run.dir)
+    assert (view.status.state, view.to_json()["job_id"]) == (RunState.REQUEUED, "200_3")
+
+
+def test_a_submission_that_was_cut_off_says_how_to_finish_it(tmp_path: Path) -> None:
+    view = view_run(MadeRun(tmp_path / "runs", submission="sweep-1").dir)
+    assert view.status.state is RunState.PENDING
+    assert "run --resume sweep-1" in (view.reason or "")
+
+
 def test_the_last_word_written_between_the_two_questions_counts(
     tmp_path: Path, slurm: ToldSlurm
 ) -> None:
@@ -231,3 +250,26 @@ class TestLocal:
         before = ProcessIdentity(own.pid, own.started, "the-boot-before", own.host)
         view = view_run(self.local(tmp_path, before).dir)
         assert view.status.state is RunState.FAILED
+
+    def test_a_starter_that_ended_before_the_agent_spoke_fails_the_run(
+        self, tmp_path: Path
+    ) -> None:
+        process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+        run = MadeRun(tmp_path / "runs", submission="one")
+        run.event(Kind.SUBMITTED, cluster="local", **ProcessIdentity.of(process.pid).to_facts())
+        assert view_run(run.dir).status.state is RunState.PENDING
+        process.communicate()
+        view = view_run(run.dir)
+        assert view.status.state is RunState.FAILED
+        assert "before it said a word" in (view.reason or "")
+
+    def test_an_agent_inside_a_living_allocation_can_be_gone(
+        self, tmp_path: Path, slurm: ToldSlurm
+    ) -> None:
+        slurm.tell("squeue", queued("100", "RUNNING"))
+        own = ProcessIdentity.of()
+        assert own.started is not None
+        gone = ProcessIdentity(own.pid, own.started - 1000, own.boot_id, own.host)
+        run = MadeRun(tmp_path / "runs").event(Kind.SUBMITTED, job_id="7", cluster="allocation")
+        run.training(scheduler="slurm", job_id="100", **gone.to_facts())
+        assert view_run(run.dir).status.state is RunState.FAILED

@@ -89,3 +89,12 @@ def test_a_missing_command_says_what_to_do() -> None:
 def test_arguments_are_never_read_by_a_shell(program) -> None:
     program("sacct", 'printf "%s\\n" "$@"')
     assert command.read(["sacct", "$(id)", "a b", ";ls"]) == "$(id)\na b\n;ls\n"
+
+
+def test_a_command_killed_by_the_jobs_signal_is_run_again(program, tmp_path: Path) -> None:
+    """Slurm signals every process of a step; once that made a preempted run a cancelled one."""
+    first = tmp_path / "first"
+    program(
+        "scontrol", f"if [[ ! -e {first} ]]; then touch {first}; kill -TERM $$; fi; echo answer"
+    )
+    assert command.read(["scontrol"], sleep=lambda s: None) == "answer\n"

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -76,12 +77,8 @@ class Server:
 
     def stop(self) -> None:
         if self.process is not None:
-            os.killpg(self.process.pid, 15)
-            try:
-                self.process.wait(10)
-            except subprocess.TimeoutExpired:
-                os.killpg(self.process.pid, 9)
-                self.process.wait(10)
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait(10)
             self.process = None
 
 

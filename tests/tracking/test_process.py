@@ -86,7 +86,7 @@ def test_a_late_server_a_kill_and_a_roll_back_lose_and_double_nothing(
         run.more(step, step)
     first.kill()
     first.wait()
-    run.end("node_lost", "requeue", 60)
+    run.end("node_lost", "requeue", 20)
     run.attempt(2, 10)
     run.train(11, 25)
     second = start(run)
@@ -95,7 +95,7 @@ def test_a_late_server_a_kill_and_a_roll_back_lose_and_double_nothing(
     third = start(run)
     run.more(26, 30)
     run.commit(30)
-    run.end("completed", "stop", 150)
+    run.end("completed", "stop", 30)
     said = leave(second) + leave(third)
     assert said == ""
     assert reader.steps("tiny-1") == [*range(1, 31)]
@@ -139,11 +139,12 @@ def test_it_leaves_with_its_parent_after_one_last_pass(tmp_path: Path, database:
     wait_until(lambda: reader.runs("tiny-1") and reader.steps("tiny-1") == [1, 2, 3], 150)
     os.kill(shipper, signal.SIGSTOP)  # so that what follows waits for its last pass
     parent.kill()
-    parent.communicate()
+    parent.wait()
     run.more(4, 9)
     os.kill(shipper, signal.SIGCONT)
     wait_until(lambda: not Path(f"/proc/{shipper}").exists(), 60)
     os.close(writing)
+    parent.stdout.close()
     assert reader.steps("tiny-1") == [*range(1, 10)]
 
 

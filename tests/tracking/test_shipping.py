@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import json
 import math
+import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from air_hpc.errors import EnvironmentFailure
 from air_hpc.rundir.events import Kind, read_ledger
 from air_hpc.rundir.words import RunState
 from air_hpc.tracking.position import load_position, save_position
@@ -60,7 +62,7 @@ def test_three_attempts_are_one_run_and_no_step_is_doubled(tmp_path: Path, datab
     assert found.data.metrics["summary/loss"] == pytest.approx(loss_of(30) + 0.25)
     assert reader.history("tiny-1", "goodput/ratio")[-1].step == 30
     events = read_ledger(run.dir).events
-    assert found.info.start_time == int(events[0].time * 1000) or found.info.start_time > 0
+    assert found.info.start_time == int(events[0].time * 1000)
     ended = next(e for e in events if e.facts.get("verdict") == "stop")
     assert found.info.end_time == int(ended.time * 1000)
     noted = [e for e in events if e.kind == Kind.TRACKING_STARTED]
@@ -229,6 +231,45 @@ def test_sync_ships_many_runs_and_names_the_one_that_it_cannot(
     assert again.runs[0].rows == 0
     assert reader.steps("tiny-1") == list(range(1, 10))
     assert reader.one("tiny-1").info.status == "FAILED"
+
+
+def test_sync_says_when_a_store_does_not_answer_and_loses_nothing(
+    tmp_path: Path, database: str
+) -> None:
+    run = SimulatedRun(tmp_path / "runs")
+    run.attempt(1, None)
+    run.train(1, 5)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound and never listening: refused
+        uri = f"http://me:s3cret@127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(EnvironmentFailure, match="start the store") as failed:
+            sync_runs([run.dir], uri=uri)
+    assert "s3cret" not in str(failed.value)
+    assert sync_runs([run.dir], uri=database).runs[0].error is None
+    assert Reader(database).steps("tiny-1") == [1, 2, 3, 4, 5]
+
+
+def test_a_deleted_experiment_is_said_and_not_made_again(tmp_path: Path, database: str) -> None:
+    run = SimulatedRun(tmp_path / "runs")
+    run.submitted()
+    sync_runs([run.dir], uri=database)
+    client = Reader(database).client
+    client.delete_experiment(client.get_experiment_by_name("air_hpc").experiment_id)
+    run.attempt(1, None)
+    (failed,) = sync_runs([run.dir], uri=database).failed
+    assert "tracking.experiment" in str(failed.error)
+
+
+def test_two_shippers_log_the_run_as_a_whole_once_a_step(tmp_path: Path, database: str) -> None:
+    run = SimulatedRun(tmp_path / "runs")
+    run.attempt(1, None)
+    shippers = [shipper_of(run, database) for _ in range(2)]
+    for last in range(3, 30, 3):
+        (run.train if last == 3 else run.more)(last - 2, last, step_s=20)
+        for shipper in shippers:
+            shipper.ship()
+    goodput = Reader(database).steps("tiny-1", "goodput/ratio")
+    assert goodput == list(range(3, 30, 3))
 
 
 def test_sync_follows_until_every_run_is_over(tmp_path: Path, database: str) -> None:

@@ -95,6 +95,8 @@ def test_the_further_position_counts() -> None:
     assert newer(behind, ahead) is ahead
     assert newer(ahead, behind) is ahead
     assert newer(None, behind) is behind
+    noted = Position("a", offsets={Token(1, 1): 20}, pending=ControlPoint(7, 1.0, {"a": 1.0}))
+    assert newer(noted, ahead) is noted
     assert newer(Position("b"), ahead) == Position("b")
 
 

@@ -1,0 +1,182 @@
+"""A node's agent: when it says hello, how it keeps its lease, when it leaves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from air_hpc.agent.channel import Message
+from air_hpc.agent.environment import JobContext
+from air_hpc.agent.node import NodeAgent
+from air_hpc.config.spec import RecoverySpec
+from air_hpc.errors import EXIT_ENVIRONMENT
+from air_hpc.rundir.layout import create_run_dir
+from tests.agent.groups import start_of
+
+RECOVERY = RecoverySpec(heartbeat_interval_s=0.5, heartbeat_timeout_s=5, lease_s=15)
+
+
+class SlowStarter:
+    """A starter that a test makes ready, and that cannot start anything."""
+
+    def __init__(self) -> None:
+        self.ready = True
+
+    def start(self, start: object) -> Any:
+        raise OSError("no worker here")
+
+    def close(self) -> None:
+        pass
+
+
+class Node:
+    """The second node of two, played by hand."""
+
+    def __init__(self, folder: Path) -> None:
+        self.now = 100.0
+        self.sent: list[Message] = []
+        self.said: list[str] = []
+        self.lost = 0
+        self.starter = SlowStarter()
+        context = JobContext("slurm", "n2", 1, ("n1", "n2"), "7", None, None, 0, None)
+        self.agent = NodeAgent(
+            context,
+            create_run_dir(folder, "run"),
+            RECOVERY,
+            self,
+            {"type": "hello"},
+            self.starter,
+            ["python", "-m", "worker"],
+            {},
+            start_timeout_s=60,
+            say=self.said.append,
+            on_coordinator_lost=self._lost,
+            clock=lambda: self.now,
+        )
+
+    def _lost(self) -> None:
+        self.lost += 1
+
+    def send(self, message: Message) -> None:
+        self.sent.append(message)
+
+    def of(self, kind: str) -> list[Message]:
+        return [message for message in self.sent if message["type"] == kind]
+
+    def wait(self, seconds: float, *, acknowledged: bool = True) -> None:
+        until = self.now + seconds
+        while self.now < until and self.agent.exit_code is None:
+            self.now += 0.25
+            before = len(self.sent)
+            self.agent.tick()
+            for message in self.sent[before:]:
+                if acknowledged and message["type"] == "heartbeat":
+                    self.agent.on_message({"type": "ack", "sequence": message["sequence"]})
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Node:
+    return Node(tmp_path)
+
+
+def test_hello_is_repeated_until_it_is_answered(node: Node) -> None:
+    node.wait(3)
+    assert len(node.of("hello")) > 3
+    node.agent.on_message({"type": "welcome"})
+    before = len(node.of("hello"))
+    node.wait(3)
+    assert len(node.of("hello")) == before
+    assert len(node.of("heartbeat")) > 3
+
+
+def test_no_hello_before_workers_can_be_started_without_delay(node: Node) -> None:
+    """A template that imported longer than the heartbeat time-out once made its node a lost one."""
+    node.starter.ready = False
+    node.wait(30)
+    assert node.sent == []
+    node.starter.ready = True
+    node.wait(0.5)
+    assert node.of("hello")
+
+
+def test_a_template_that_never_gets_ready_is_named(node: Node) -> None:
+    node.starter.ready = False
+    node.wait(61)
+    assert node.agent.exit_code == EXIT_ENVIRONMENT
+    assert "forked from was not ready" in node.said[-1]
+
+
+def test_a_coordinator_that_never_answers_is_left(node: Node) -> None:
+    node.wait(61)
+    assert node.agent.exit_code == EXIT_ENVIRONMENT
+    assert "the coordinator on n1 did not answer" in node.said[-1]
+    assert node.lost == 0
+
+
+def test_acknowledged_heartbeats_keep_the_lease(node: Node) -> None:
+    node.agent.on_message({"type": "welcome"})
+    node.wait(100)
+    assert node.agent.exit_code is None
+
+
+def test_without_acknowledgement_for_a_lease_the_node_leaves(node: Node) -> None:
+    node.agent.on_message({"type": "welcome"})
+    node.wait(10)
+    node.wait(14, acknowledged=False)
+    assert node.agent.exit_code is None
+    node.wait(2, acknowledged=False)
+    assert node.agent.exit_code == EXIT_ENVIRONMENT
+    assert node.lost == 1
+
+
+def test_a_late_acknowledgement_extends_the_lease_from_when_the_beat_was_sent(node: Node) -> None:
+    node.agent.on_message({"type": "welcome"})
+    node.wait(1, acknowledged=False)
+    first = node.of("heartbeat")[0]["sequence"]
+    node.wait(12, acknowledged=False)
+    node.agent.on_message({"type": "ack", "sequence": first})
+    node.wait(3, acknowledged=False)
+    assert node.agent.exit_code == EXIT_ENVIRONMENT
+
+
+def test_an_acknowledgement_of_no_beat_keeps_nothing(node: Node) -> None:
+    node.agent.on_message({"type": "welcome"})
+    node.wait(14, acknowledged=False)
+    node.agent.on_message({"type": "ack", "sequence": 999_999})
+    node.wait(2, acknowledged=False)
+    assert node.agent.exit_code == EXIT_ENVIRONMENT
+
+
+def test_workers_that_cannot_be_started_are_reported(node: Node) -> None:
+    node.agent.on_message({"type": "start", "start": start_of(2).to_json()})
+    (message,) = node.of("start_failed")
+    assert message["reason"] == "no worker here"
+    assert node.agent.group is None
+    node.agent.pump()
+    node.agent.on_message({"type": "welcome"})
+    node.wait(1)
+
+
+def test_a_stop_before_any_worker_runs_reports_that_none_began(node: Node) -> None:
+    node.agent.on_message({"type": "stop"})
+    assert node.of("begun") == [{"type": "begun", "step": -1}]
+
+
+def test_a_signal_goes_to_the_coordinator(node: Node) -> None:
+    node.agent.on_signal("SIGUSR2")
+    assert node.of("signal") == [{"type": "signal", "name": "SIGUSR2"}]
+
+
+@pytest.mark.parametrize("kind", ["target", "kill", "unheard_of"])
+def test_words_without_workers_or_meaning_are_harmless(node: Node, kind: str) -> None:
+    node.agent.on_message({"type": kind, "step": 3})
+    assert node.agent.exit_code is None
+
+
+def test_leave_ends_with_the_coordinators_exit_code(node: Node) -> None:
+    node.agent.on_message({"type": "leave", "exit_code": 93, "reason": "the run is over"})
+    assert node.agent.exit_code == 93
+    assert node.said == ["the run is over"]
+    assert node.of("bye")
