@@ -32,6 +32,7 @@ def check(spec: RunSpec, plan: Plan, snapshot: Snapshot) -> list[Problem]:
     if partition is not None:
         found += _size_problems(spec, plan, snapshot, partition)
     found += _continuation_problems(launch, snapshot)
+    found += _grace_problems(spec, snapshot, partition)
     return found
 
 
@@ -321,5 +322,26 @@ def _continuation_problems(launch: LaunchSpec, snapshot: Snapshot) -> Iterator[P
             "requeue",
             "this site's default forbids requeueing (JobRequeue=0)",
             hint="The job asks for --requeue; if the site refuses that, use chain",
+            warning=True,
+        )
+
+
+def _grace_problems(
+    spec: RunSpec, snapshot: Snapshot, partition: Partition | None
+) -> Iterator[Problem]:
+    """A run that counts on more time after SIGTERM than it gets loses its last steps."""
+    config = snapshot.config
+    if partition is None or not config.preempt_type.endswith("partition_prio"):
+        return
+    if partition.preempt_mode not in {"REQUEUE", "CANCEL"}:
+        return
+    left_s = partition.grace_time_s + config.kill_wait_s
+    if spec.cluster.grace_s > left_s:
+        yield Problem(
+            "cluster.grace_s",
+            f"{spec.cluster.grace_s:g}",
+            f"partition {partition.name} leaves a preempted job {left_s} s "
+            f"(GraceTime {partition.grace_time_s} + KillWait {config.kill_wait_s})",
+            f"at most {left_s}",
             warning=True,
         )

@@ -154,8 +154,8 @@ def check(attempt: Attempt, slurm: Path, links: int = 1) -> None:
 
 @pytest.mark.parametrize(
     ("number", "links", "first"),
-    # The chain differs from the others only after its run directories are made.
-    [(1, 1, 0), (3, 1, 0), (2, 2, 40)],
+    # Sweeps differ from one run only after the first of their run directories.
+    [(1, 1, 0), (3, 1, 40), (2, 2, 40)],
     ids=["one run", "two arrays", "a chain"],
 )
 def test_a_kill_at_any_write_and_a_retry_submit_once(

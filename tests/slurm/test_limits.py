@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from air_hpc.config.spec import LaunchSpec, RunSpec
+from air_hpc.config.spec import ClusterSpec, LaunchSpec, RunSpec
 from air_hpc.errors import Problem
 from air_hpc.hardware.accelerator import AcceleratorSpec
 from air_hpc.plan.make import make_plan
@@ -29,6 +29,7 @@ def check(site: Snapshot, accelerator: AcceleratorSpec = CPU, **launch: Any) -> 
     lead = launch.pop("lead_s", 60.0)
     spec = RunSpec(
         accelerator=accelerator,
+        cluster=ClusterSpec(grace_s=launch.pop("grace_s", 15.0)),
         launch=replace(LaunchSpec(time_limit_min=30, continuation="chain"), **launch),
     )
     plan, problems = make_plan(RunSpec())
@@ -145,3 +146,14 @@ def test_without_accounting_nothing_is_invented(site: Snapshot) -> None:
 def test_a_site_that_does_not_requeue_by_default_is_a_warning(site: Snapshot) -> None:
     # Seen: a job submitted with --requeue may be requeued under JobRequeue=0.
     assert keys(check(site, continuation="requeue")) == ["launch.continuation?"]
+
+
+def test_a_grace_that_the_site_does_not_leave_is_a_warning(site: Snapshot) -> None:
+    (problem,) = check(site, grace_s=15.5)
+    assert (problem.key, problem.allowed, problem.warning) == (
+        "cluster.grace_s",
+        "at most 15",
+        True,
+    )
+    # Nobody preempts the jobs of this one.
+    assert check(site, grace_s=600.0, partition="high") == []

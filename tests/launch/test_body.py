@@ -1,0 +1,154 @@
+"""The batch script under bash without Slurm: srun, module and conda are stand-ins."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from air_hpc.launch import script
+from tests.launch.making import fake_cluster, spec, task
+
+SRUN = """#!/bin/bash
+while [[ $1 == --* ]]; do shift; done
+"$@"
+"""
+SITE = """
+module() { [[ $2 != missing ]] && export LOADED="${LOADED:-}$2;"; }
+conda() {
+  if [[ $1 == shell.bash ]]; then echo "true"; return; fi
+  export CONDA_DEFAULT_ENV=$2
+}
+"""
+
+
+class Site:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.run_dir = folder / "runs of 'us' $HOME #1" / "a run"
+        (self.run_dir / "attempts" / "intents").mkdir(parents=True)
+        (self.run_dir / "run.yaml").touch()
+        (folder / "bin").mkdir()
+        self.program("srun", SRUN)
+        (folder / "site.sh").write_text(SITE)
+
+    def program(self, name: str, text: str) -> None:
+        path = self.folder / "bin" / name
+        path.write_text(text)
+        path.chmod(0o755)
+
+    def run(
+        self, behaviour: str = "finish", environ: dict[str, str] | None = None, **cluster: Any
+    ) -> subprocess.CompletedProcess[str]:
+        made = spec(self.run_dir.parent, cluster=fake_cluster(behaviour, **cluster))
+        path = self.folder / "script.sh"
+        place = script.ScriptPlace(path=path, title="a run", run_dir=self.run_dir)
+        path.write_text(script.body(made, task(made).plan, place))
+        return subprocess.run(
+            ["bash", str(path)],
+            env={
+                "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}",
+                "BASH_ENV": str(self.folder / "site.sh"),
+                "SLURM_JOB_ID": "7",
+                **(environ or {}),
+            },
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+
+    @property
+    def start(self) -> dict[str, Any]:
+        first = (self.run_dir / "attempts" / "seen").read_text().splitlines()[0]
+        found: dict[str, Any] = json.loads(first)
+        return found
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Site:
+    return Site(tmp_path)
+
+
+def test_modules_are_loaded_in_order_before_the_setup_lines(site: Site) -> None:
+    done = site.run(modules=("cuda/12", "nc cl"), setup=('export SITE="$LOADED done"',))
+    assert done.returncode == 0, done.stderr
+    assert site.start["environ"]["SITE"] == "cuda/12;nc cl; done"
+
+
+def test_a_module_that_is_missing_ends_the_job_with_its_name(site: Site) -> None:
+    done = site.run(modules=("missing",))
+    assert done.returncode == 1
+    assert "module load missing failed" in done.stderr
+    assert not (site.run_dir / "attempts" / "seen").exists()
+
+
+def test_a_conda_environment_is_activated(site: Site) -> None:
+    done = site.run(conda_env="my env", setup=('export SITE="$CONDA_DEFAULT_ENV"',))
+    assert done.returncode == 0, done.stderr
+    assert site.start["environ"]["SITE"] == "my env"
+
+
+def test_a_virtual_environment_is_activated_or_missed_by_name(site: Site) -> None:
+    done = site.run(venv="/no such/env")
+    assert done.returncode == 1
+    assert "no virtual environment at /no such/env" in done.stderr
+    (site.folder / "an env" / "bin").mkdir(parents=True)
+    (site.folder / "an env" / "bin" / "activate").write_text("export SITE=active\n")
+    assert site.run(venv=str(site.folder / "an env")).returncode == 0
+    assert site.start["environ"]["SITE"] == "active"
+
+
+def test_values_of_the_environment_arrive_exactly(site: Site) -> None:
+    value = 'it\'s $HOME `id` \\ "x" * ü'
+    assert site.run(env={"SITE": value}).returncode == 0
+    assert site.start["environ"]["SITE"] == value
+
+
+def test_a_python_path_of_the_user_comes_after_the_runs_code(site: Site) -> None:
+    site.run(environ={"PYTHONPATH": "/mine"})
+    parts = site.start["environ"]["PYTHONPATH"].split(":")
+    assert parts[0] == f"{site.run_dir}/code"
+    assert parts[-1] == "/mine"
+    assert str(Path(sys.executable).parent) not in parts
+
+
+def test_a_run_directory_that_is_not_there_is_said_plainly(site: Site) -> None:
+    (site.run_dir / "run.yaml").unlink()
+    done = site.run()
+    assert done.returncode == 1
+    assert "no run directory at" in done.stderr
+    assert "shares" in done.stderr
+
+
+@pytest.mark.parametrize(("behaviour", "status"), [("stop", 93), ("fail", 5), ("unheard-of", 3)])
+def test_the_status_of_the_script(site: Site, behaviour: str, status: int) -> None:
+    assert site.run(behaviour).returncode == status
+
+
+def test_a_requeue_is_insisted_on_while_the_controller_refuses(site: Site) -> None:
+    count = site.folder / "count"
+    site.program("scontrol", f'#!/bin/bash\necho "$@" >> {count}\n(( $(wc -l < {count}) > 2 ))\n')
+    done = site.run("requeue", {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "0"})
+    assert done.returncode == 0
+    assert count.read_text() == "requeue 5_0\n" * 3
+
+
+def test_a_resubmission_that_was_taken_is_not_repeated(site: Site) -> None:
+    """sbatch took the job and then said that it timed out."""
+    count = site.folder / "count"
+    site.program("sbatch", f'#!/bin/bash\nenv >> {count}.env; echo "$@" >> {count}; exit 1\n')
+    site.program("squeue", f"#!/bin/bash\n[[ -e {count} ]] && echo 12\nexit 0\n")
+    leaks = {"SLURM_CPU_BIND": "x", "SBATCH_PARTITION": "y", "SLURM_CONF": "/etc/slurm.conf"}
+    done = site.run("resubmit", {**leaks, "SLURM_JOB_NAME": "a job"})
+    assert done.returncode == 0, done.stderr
+    (line,) = count.read_text().splitlines()
+    assert "--job-name=a job.again-7-0" in line
+    assert "--dependency=afterany:7" in line
+    environ = Path(f"{count}.env").read_text()
+    assert "SLURM_CONF=" in environ
+    assert "SLURM_CPU_BIND" not in environ
+    assert "SBATCH_PARTITION" not in environ
