@@ -8,7 +8,7 @@ import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
-from air_hpc.errors import BadInput, EnvironmentFailure
+from air_hpc.errors import BadInput, EnvironmentFailure, Problem
 from air_hpc.rundir.atomic import write_file
 
 SHARED_DIR = ".air_hpc"
@@ -98,6 +98,36 @@ class RunDir:
     def intent_file(self, job_id: str, restart_count: int) -> Path:
         """The intent for one start of a job by Slurm."""
         return self.intents_dir / f"{job_id}.{restart_count}"
+
+
+def runs_dir_problems(runs_dir: Path) -> list[Problem]:
+    """What would keep runs from being made in this folder; looks, and makes nothing.
+
+    A folder that does not exist yet is judged by the nearest one above it that does.
+    """
+    path = runs_dir.absolute()
+    for place in (path / SHARED_DIR, path, *path.parents):
+        try:
+            usable = place.is_dir()
+            exists = usable or place.exists()
+        except OSError as error:
+            return [_runs_dir_problem(runs_dir, f"{place}: {error.strerror}")]
+        if not exists:
+            continue
+        if not usable:
+            return [_runs_dir_problem(runs_dir, f"{place} is no folder")]
+        if not os.access(place, os.W_OK | os.X_OK):
+            return [_runs_dir_problem(runs_dir, f"{place} cannot be written")]
+        if place == path / SHARED_DIR:
+            continue
+        return []
+    return []
+
+
+def _runs_dir_problem(runs_dir: Path, why: str) -> Problem:
+    return Problem(
+        "runs_dir", str(runs_dir), why, "a folder that you can write and that compute nodes share"
+    )
 
 
 def create_run_dir(runs_dir: Path, run_id: str, *, group: str | None = None) -> RunDir:
