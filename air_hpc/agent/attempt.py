@@ -114,6 +114,7 @@ class Attempt:
         except Exception as error:
             if link is not None:
                 link.send({"type": "agent_failed", "reason": f"{type(error).__name__}: {error}"})
+            self._drain_shipper()
             raise
         finally:
             if node is not None:
