@@ -140,11 +140,11 @@ def tell_peak(session: Session, frozen: FrozenRun, world: object) -> float | Non
             peak_flops_per_device=peak.flops_per_device,
             peak_source=peak.source,
             peak_note=peak.note,
-            device=peak.device,
+            device_name=peak.device,
             precision=spec.train.precision,
             threads=torch.get_num_threads(),
             world_size=world.world_size,
-            torch=torch.__version__,
+            torch_version=torch.__version__,
         )
     told: float | None = ranks.tell(None if peak is None else peak.flops_per_device)
     return told
@@ -171,13 +171,17 @@ def classify(error: BaseException) -> FailureClass:
     """
     from air_hpc.checkpoint.loader import NoUsableCheckpoint
     from air_hpc.checkpoint.saver import SavesFail
+    from air_hpc.parallel.world import RanksMissing
 
     by_type: list[tuple[type[BaseException], FailureClass]] = [
         (Fenced, FailureClass.FENCED),
         (SavesFail, FailureClass.STORAGE),
         (NoUsableCheckpoint, FailureClass.CHECKPOINT),
         (BadInput, FailureClass.USER_ERROR),
+        (RanksMissing, FailureClass.NETWORK),
         (EnvironmentFailure, FailureClass.ENVIRONMENT),
+        (ConnectionError, FailureClass.NETWORK),
+        (TimeoutError, FailureClass.NETWORK),
         (MemoryError, FailureClass.HOST_MEMORY),
         (ImportError, FailureClass.USER_ERROR),
     ]

@@ -7,6 +7,7 @@ import pytest
 from air_hpc.checkpoint.loader import NoUsableCheckpoint
 from air_hpc.checkpoint.saver import SavesFail
 from air_hpc.errors import BadInput, EnvironmentFailure
+from air_hpc.parallel.world import RanksMissing
 from air_hpc.rundir.fence import Fenced
 from air_hpc.rundir.words import FailureClass
 from air_hpc.train.main import classify
@@ -21,6 +22,9 @@ from air_hpc.train.setup import torch_warning
         (NoUsableCheckpoint("x"), FailureClass.CHECKPOINT),
         (BadInput.single("a", 1, "x"), FailureClass.USER_ERROR),
         (EnvironmentFailure("x"), FailureClass.ENVIRONMENT),
+        (RanksMissing("rank 1 of 2 could not join the others"), FailureClass.NETWORK),
+        (ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"), FailureClass.NETWORK),
+        (TimeoutError(errno.ETIMEDOUT, "Connection timed out"), FailureClass.NETWORK),
         (OSError(errno.ENOSPC, "No space left on device"), FailureClass.STORAGE),
         (OSError(errno.EDQUOT, "Disk quota exceeded"), FailureClass.STORAGE),
         (FileNotFoundError(errno.ENOENT, "x"), FailureClass.ENVIRONMENT),
