@@ -1,7 +1,7 @@
 """The ledger: append-only events, one JSON object a line, one file for each writing process.
 
 Reading merges all files by time. A reader never fails: a line cut short by a crash, or one that is
-not an event, is skipped and counted. `KINDS` names the kinds the fold understands; a reader keeps
+not an event, is skipped and counted. `Kind` names the kinds the fold understands; a reader keeps
 kinds and facts it does not know.
 """
 
@@ -59,7 +59,8 @@ class Kind(StrEnum):
     CANCEL_REQUESTED = "cancel_requested"
     """by: a person asked for the end."""
     MEASURED = "measured"
-    """Facts of the workers: peak_flops_per_device, peak_source, device_name, torch_version, …"""
+    """peak_flops_per_device, peak_source, peak_note, device_name, precision, threads, world_size,
+    torch_version: facts of the workers, told once a generation."""
     TRACKING_STARTED = "tracking_started"
     """mlflow_run_id, uri."""
 
