@@ -84,12 +84,6 @@ class EnvironmentFailure(AirHpcError):
         super().__init__("; ".join(parts))
 
 
-class DoNotRestart(AirHpcError):
-    """The run has a verdict that forbids another start."""
-
-    exit_code = EXIT_DO_NOT_RESTART
-
-
 def nearest(name: str, valid: Sequence[str]) -> str:
     """A hint that names the nearest valid name, or an empty text when none is near."""
     matches = difflib.get_close_matches(name, valid, n=1, cutoff=0.6)
