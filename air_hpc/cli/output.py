@@ -154,7 +154,9 @@ def tell_warnings(problems: Iterable[Problem]) -> None:
 
 
 def _lines(problem: Problem) -> list[str]:
-    subject = f"{problem.key}={problem.value}: " if problem.key else ""
+    subject = ""
+    if problem.key:
+        subject = f"{problem.key}={problem.value}: " if problem.value else f"{problem.key}: "
     if not problem.key and problem.value:
         subject = f"{problem.value}: "
     lines = [f"{subject}{problem.message}"]

@@ -44,6 +44,16 @@ def test_a_dry_run_shows_config_plan_and_script_and_touches_nothing(tmp_path: Pa
     assert list(tmp_path.iterdir()) == []
 
 
+def test_without_torch_a_run_here_is_refused_with_what_to_install(tmp_path: Path) -> None:
+    # It once made three attempts, and none of them said why it ended.
+    code = "import sys; sys.modules['torch'] = None; import air_hpc.cli.main as m; sys.exit(m.main())"
+    done = air_hpc("train.steps=30", cwd=tmp_path, program=("-c", code))
+    assert done.returncode == 1
+    assert "torch" in done.stderr
+    assert "[train" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_there_is_nothing_to_resume(tmp_path: Path) -> None:
     done = air_hpc("--resume", "sweep-1", cwd=tmp_path)
     assert (done.returncode, "no such submission" in done.stderr) == (2, True)
