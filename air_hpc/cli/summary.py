@@ -60,13 +60,21 @@ def _loss(summary: Summary) -> str:
 
 def _mfu(summary: Summary) -> str:
     if summary.mfu_causal is None:
-        missing = "the device's peak is not known" if summary.peak is None else "not measured"
-        return f"{UNKNOWN} ({missing})"
+        return f"{UNKNOWN} ({_no_mfu(summary)})"
     text = f"{ratio(summary.mfu_causal)} causal, {ratio(summary.mfu_palm)} palm"
     if summary.peak is not None:
         peak = summary.peak
         text += f", of a peak of {scaled(peak.flops_per_device, 'FLOP/s')} ({peak.source})"
     return text
+
+
+def _no_mfu(summary: Summary) -> str:
+    if summary.peak is None:
+        return "the device's peak is not known"
+    if summary.tokens_per_s is None:
+        return "not measured"
+    peak = scaled(summary.peak.flops_per_device, "FLOP/s")
+    return f"the rate is above the {summary.peak.source} peak of {peak}, so one of them is wrong"
 
 
 def _mlflow(summary: Summary) -> str:
