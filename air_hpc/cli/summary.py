@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from air_hpc.cli.output import pairs, say
-from air_hpc.cli.texts import UNKNOWN, duration, number, ratio, scaled
+from air_hpc.cli.texts import UNKNOWN, duration, number, rate, ratio, scaled
 from air_hpc.rundir.words import RunState
 from air_hpc.runs.summary import Summary
 
@@ -28,7 +28,7 @@ def describe(summary: Summary) -> str:
         ),
         ("steps", _steps(summary)),
         ("loss", _loss(summary)),
-        ("tokens/s", scaled(summary.tokens_per_s, "")),
+        ("tokens/s", rate(summary.tokens_per_s)),
         ("MFU", _mfu(summary)),
         (
             "goodput",

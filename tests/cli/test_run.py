@@ -46,7 +46,8 @@ def test_a_dry_run_shows_config_plan_and_script_and_touches_nothing(tmp_path: Pa
 
 def test_without_torch_a_run_here_is_refused_with_what_to_install(tmp_path: Path) -> None:
     # It once made three attempts, and none of them said why it ended.
-    code = "import sys; sys.modules['torch'] = None; import air_hpc.cli.main as m; sys.exit(m.main())"
+    code = "import sys; sys.modules['torch'] = None; from air_hpc.cli import main as m; "
+    code += "sys.exit(m.main())"
     done = air_hpc("train.steps=30", cwd=tmp_path, program=("-c", code))
     assert done.returncode == 1
     assert "torch" in done.stderr
