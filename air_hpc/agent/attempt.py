@@ -26,7 +26,8 @@ from air_hpc.agent.channel import (
     candidate_ports,
     free_ports,
 )
-from air_hpc.agent.coordinator import Coordinator, Outcome
+from air_hpc.agent.coordinator import Coordinator
+from air_hpc.agent.ending import Outcome
 from air_hpc.agent.environment import (
     JobContext,
     bound_devices,
