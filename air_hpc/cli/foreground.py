@@ -223,8 +223,9 @@ def figures(watch: Watch, steps: int | None) -> str:
     if mfu is not None:
         parts.append(f"MFU {ratio(mfu)}")
     pace = watch.seconds_per_step()
-    if pace is not None and steps is not None and watch.last is not None:
-        parts.append(f"{duration(max(0, steps - watch.last.step) * pace)} left")
+    to_go = 0 if steps is None or watch.last is None else steps - watch.last.step
+    if pace is not None and to_go > 0:
+        parts.append(f"{duration(to_go * pace)} left")
     return "  ".join(parts)
 
 

@@ -74,8 +74,8 @@ def print_table(
 ) -> None:
     """Print a plain table; columns named in `right` are aligned to the right, the last may wrap.
 
-    Where a narrow terminal leaves the last column no room to be read in, its texts stand each on a
-    line of its own below its row.
+    Where a narrow terminal leaves a last column of text no room to be read in, its texts stand each
+    on a line of its own below its row.
     """
     from rich.cells import cell_len
     from rich.table import Table
@@ -83,7 +83,7 @@ def print_table(
     kept, printer = [list(row) for row in rows], console()
     widths = [max(map(cell_len, column)) for column in zip(titles, *kept, strict=True)]
     room = printer.width - sum(widths[:-1]) - _GAP * (len(widths) - 1)
-    below = room < min(widths[-1], _READABLE)
+    below = titles[-1] not in right and room < min(widths[-1], _READABLE)
     shown = len(titles) - below
     made = Table(box=None, pad_edge=False, header_style="bold")
     for number, title in enumerate(titles[:shown]):

@@ -78,6 +78,8 @@ def _no_mfu(summary: Summary) -> str:
 
 
 def _mlflow(summary: Summary) -> str:
-    if summary.mlflow_command is not None:
+    if summary.mlflow_command is not None and summary.view.status.mlflow_run_id is not None:
         return summary.mlflow_command
+    if summary.tracking_uri is not None:
+        return f"nothing was sent; to send it: python -m air_hpc sync {summary.view.run.path}"
     return f"no store yet: python -m air_hpc sync {summary.view.run.path} --uri URI"

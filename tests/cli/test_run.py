@@ -81,6 +81,7 @@ def test_a_sweep_on_this_machine_goes_run_by_run_and_prints_one_object(tmp_path:
         assert run["first_loss"] > 0
         assert run["checkpoints"] == [2, 4]
         assert run["attempts"] == 1
+    assert "(2 of 2: train.seed=2)" in done.stderr
     assert "Training begins with step 1." in done.stderr
     assert "Saved step 4" in done.stderr
     started = [run["started"] for run in body["runs"]]
