@@ -2,7 +2,8 @@
 
 It lies outside the range that the kernel hands to outgoing connections, where a port that was free
 a moment ago may be taken by anyone's next connection, and it was bound once to be sure. Another
-process may still take it before the workers do; whoever starts them tries another one then.
+process may still take it before the workers do; their start then fails, and the next one is given
+another port.
 """
 
 from __future__ import annotations
