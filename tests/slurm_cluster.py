@@ -167,9 +167,11 @@ class DevCluster:
         )  # fmt: skip
 
     def submit(self, script: str, *options: str, user: str | None = USER) -> str:
-        """sbatch a script of shell lines; the job's id."""
+        """sbatch a script of shell lines; the job's id. Its log lies in the cluster's folder or,
+        for an ordinary user, in the home folder."""
         words = ["sbatch", "--parsable", *options, "--wrap", script]
-        return self.run(words, user=user).stdout.strip().split(";")[0]
+        cwd = self.state if user is None else None
+        return self.run(words, user=user, cwd=cwd).stdout.strip().split(";")[0]
 
     def job(self, job_id: str) -> dict[str, str]:
         """What `scontrol show job` says, by key."""

@@ -16,10 +16,10 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import Any
 
 from air_hpc.agent.channel import CoordinatorSocket, Message
+from air_hpc.agent.ending import Ask, Ending, Outcome, ThreadQuestion
 from air_hpc.agent.environment import JobContext, boot_id, process_start
 from air_hpc.agent.members import Member, problems_of
 from air_hpc.agent.scheduler import Scheduler
@@ -27,23 +27,11 @@ from air_hpc.agent.workers import GenerationStart
 from air_hpc.errors import EXIT_DO_NOT_RESTART, EXIT_OK
 from air_hpc.placement.ranks import RankPlace, assign_ranks
 from air_hpc.plan.frozen import FrozenRun
-from air_hpc.recovery.cause import (
-    Cause,
-    SlurmWord,
-    cause_of_stop,
-    requeued_already,
-    slurm_requeues_itself,
-)
 from air_hpc.recovery.decide import decide
-from air_hpc.recovery.evidence import Failure, WorkerEnd, first_failure
+from air_hpc.recovery.evidence import Failure, GenerationEnd, WorkerEnd, first_failure
 from air_hpc.recovery.stop import Action, StopAgreement
-from air_hpc.rundir.atomic import write_atomic
-from air_hpc.rundir.commit import (
-    find_candidates,
-    inheritable,
-    mark_bad,
-    sweep_leftovers,
-)
+from air_hpc.rundir.atomic import make_dir
+from air_hpc.rundir.commit import find_candidates, inheritable, mark_bad
 from air_hpc.rundir.events import Kind, LedgerWriter, read_ledger
 from air_hpc.rundir.fence import (
     Fenced,
@@ -51,10 +39,10 @@ from air_hpc.rundir.fence import (
     claim_next_attempt,
     record_inherited,
     require_newest,
-    still_newest,
 )
 from air_hpc.rundir.layout import RunDir
-from air_hpc.rundir.state import RunStatus, fold
+from air_hpc.rundir.retention import sweep_leftovers
+from air_hpc.rundir.state import End, RunStatus, fold
 from air_hpc.rundir.words import FailureClass, RunState, Verdict
 from air_hpc.session.messages import Message as WorkerMessage
 
@@ -62,7 +50,6 @@ GATHER_S = 2.0
 """After a first failed worker: how long the others' ends are awaited before they are killed."""
 KILL_WAIT_S = 10.0
 """After the kill: how long ends are awaited before the nodes that send none are passed over."""
-LONGEST_BACK_OFF_S = 60.0
 
 _RECORDED = {
     WorkerMessage.RESUMED: Kind.RESUMED,
@@ -72,15 +59,6 @@ _RECORDED = {
     WorkerMessage.CHECKPOINT_BAD: Kind.CHECKPOINT_BAD,
     WorkerMessage.MEASURED: Kind.MEASURED,
 }
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How the attempt ended for the agents: their exit code, and whether a local one goes on."""
-
-    exit_code: int
-    reason: str
-    restart_after_s: float | None = None
 
 
 class Coordinator:
@@ -97,9 +75,11 @@ class Coordinator:
         say: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
+        ask: Ask = ThreadQuestion,
     ) -> None:
         self._context = context
         self._run = run
+        self._frozen = frozen
         self._spec, self._plan = frozen.spec, frozen.plan
         self._socket = socket
         self._scheduler = scheduler
@@ -125,19 +105,20 @@ class Coordinator:
         self._committed = self._status.committed_step
         self.token: Token | None = None
         self._ledger: LedgerWriter | None = None
-        self._word: SlurmWord | None = None
-        self._open()
+        self._bad_steps: set[int] = set()
+        self._open(ask)
         self.dismissed = self.outcome is not None
         """Whether this start found that there is nothing to do."""
 
     # -- the start ---------------------------------------------------------------------------------
 
-    def _open(self) -> None:
+    def _open(self, ask: Ask) -> None:
         if self._status.terminal:
             self._dismiss_finished(self._status)
             return
         self.token = claim_next_attempt(self._run)
         self._ledger = LedgerWriter(self._run, f"attempt-{self.token.attempt}")
+        self._ending = self._make_ending(self._status.ends, ask)
         context = self._context
         self._record(
             Kind.ATTEMPT_STARTED,
@@ -153,7 +134,7 @@ class Coordinator:
             pid_start=process_start(os.getpid()),
             boot_id=boot_id(),
         )
-        if self._stopped_by_silence():
+        if self._stopped_by_silence(ask):
             return
         if self._status.cancel_requested:
             self._end_attempt(FailureClass.CANCELLED, "cancelled before this start")
@@ -162,20 +143,37 @@ class Coordinator:
         if end is not None:
             self._limit_at = self._clock() + (end - self._wall_clock()) - self._plan.lead_s
 
-    def _stopped_by_silence(self) -> bool:
+    def _make_ending(
+        self,
+        history: tuple[End, ...],
+        ask: Ask,
+    ) -> Ending:
+        assert self.token is not None
+        return Ending(
+            self._context,
+            self._run,
+            self._frozen,
+            self._scheduler,
+            self.token,
+            history,
+            record=self._record,
+            say=self._say,
+            ask=ask,
+        )
+
+    def _stopped_by_silence(self, ask: Ask) -> bool:
         """Count an attempt before that ended without a word; whether it exhausts the budget."""
         ends = fold(read_ledger(self._run).events).ends
         if len(ends) == len(self._status.ends):
             return False
         silent = ends[-1]
-        earlier, self._status = self._status, replace(self._status, ends=ends)
         budget = self._spec.recovery
-        decision = decide(silent.failure_class, self._committed, earlier.ends, budget)
-        if decision.verdict is not Verdict.STOP:
-            return False
-        self._status = earlier
-        self._end_attempt(silent.failure_class, silent.evidence)
-        return True
+        decision = decide(silent.failure_class, self._committed, self._status.ends, budget)
+        if decision.verdict is Verdict.STOP:
+            self._end_attempt(silent.failure_class, silent.evidence)
+            return True
+        self._ending = self._make_ending(ends, ask)
+        return False
 
     def _dismiss_finished(self, status: RunStatus) -> None:
         """A start that finds a terminal verdict exits at once."""
@@ -224,7 +222,7 @@ class Coordinator:
         try:
             usable = self._fix_checkpoints(self.token)
         except Fenced as fenced:
-            self._leave_fenced(str(fenced))
+            self._over(self._ending.fenced(str(fenced)))
             return
         if usable is None:
             return
@@ -233,9 +231,9 @@ class Coordinator:
         self._phase = "running"
         self._stop = StopAgreement.among(self._members, self._spec.recovery.stop_timeout_s)
         first = self._members[self._places[0].node]
-        self._run.generation_dir(self.token.attempt, self.token.generation).mkdir(
-            parents=True, exist_ok=True, mode=0o700
-        )
+        log_dir = self._run.generation_dir(self.token.attempt, self.token.generation)
+        make_dir(log_dir.parent, exist_ok=True)
+        make_dir(log_dir, exist_ok=True)
         self._record(
             Kind.GENERATION_STARTED,
             world_size=self._plan.world_size,
@@ -265,8 +263,7 @@ class Coordinator:
         sweep_leftovers(self._run, token)
         found = find_candidates(self._run)
         for step, reason in found.rejected:
-            mark_bad(self._run, step, reason, token=self.token)
-            self._record(Kind.CHECKPOINT_BAD, step=step, reason=reason)
+            self._condemn(step, reason)
         record_inherited(self._run, token, inheritable(found.usable))
         if not found.usable and self._status.committed_step is not None:
             self._end_attempt(
@@ -327,11 +324,14 @@ class Coordinator:
         if kind is None:
             return
         facts = {key: value for key, value in message.items() if key not in ("kind", "rank")}
+        if kind is Kind.CHECKPOINT_BAD:
+            self._condemn(int(facts["step"]), str(facts.get("reason", "")))
+            return
+        if kind is Kind.RESUMED:
+            facts["lost_steps"] = max(0, (self._status.step or 0) - int(facts["step"]))
         self._record(kind, **facts)
         if kind is Kind.CHECKPOINT_COMMITTED:
             self._committed = max(int(facts["step"]), self._committed or 0)
-        if kind is Kind.CHECKPOINT_BAD:
-            mark_bad(self._run, int(facts["step"]), str(facts.get("reason", "")), token=self.token)
 
     def _on_ended(self, node: str, workers: list[dict[str, Any]], now: float) -> None:
         if not workers:
@@ -358,13 +358,14 @@ class Coordinator:
 
     def on_signal(self, name: str, node: str) -> None:
         """A signal reached an agent, or our own timer rang: agree on a step, save it, leave."""
-        if self._signal is not None or self.outcome is not None:
+        if self._signal is not None or self._ending.started:
             return
         self._signal = name
         self._record(Kind.SIGNAL, name=name, node=node)
         if self._phase == "registering":
-            cause = self._cause()
-            self._end_attempt(cause.failure_class, f"{cause.evidence}, before training began")
+            self._phase = "ending"
+            self._ending.start_signalled(name, self._committed)
+            self._poll_ending()
             return
         self._act(self._stop.request(name, self._clock()))
 
@@ -380,18 +381,6 @@ class Coordinator:
             self._say(f"no stop agreed: {', '.join(self._stop.missing)} did not report")
             self._kill_workers()
 
-    def _cause(self) -> Cause:
-        """Who is behind the signal. A local run is stopped by its owner or its own timer."""
-        signal_name = self._signal or ""
-        if fold(read_ledger(self._run).events).cancel_requested:
-            return Cause(FailureClass.CANCELLED, f"{signal_name}; cancelled by its owner")
-        if self._context.scheduler == "local":
-            if signal_name == "timer":
-                return Cause(FailureClass.TIME_LIMIT, "launch.time_limit_min is near")
-            return Cause(FailureClass.CANCELLED, f"{signal_name} to the agent of a local run")
-        self._word = self._scheduler.word()
-        return cause_of_stop(signal_name, self._word, self._context.restart_count)
-
     # -- time --------------------------------------------------------------------------------------
 
     def tick(self) -> None:
@@ -404,9 +393,13 @@ class Coordinator:
         if stalled:
             for member in self._members.values():
                 member.heard += stalled
+        self._poll_ending()
         if self._phase == "registering":
             self._tick_registering(now)
-            return
+        elif self._phase == "running":
+            self._tick_running(now)
+
+    def _tick_running(self, now: float) -> None:
         if self._limit_at is not None and now >= self._limit_at:
             self._limit_at = None
             self.on_signal("timer", self._context.node)
@@ -469,134 +462,51 @@ class Coordinator:
         if self._phase != "running":
             return
         self._phase = "ending"
-        failure = first_failure(list(self._ends.values()))
-        failure_class, evidence = self._classify(failure)
-        if failure is not None and failure_class is failure.failure_class:
-            failure_class, evidence = self._blame_checkpoint(failure)
-        done = [end.done_step for end in self._ends.values() if end.done_step >= 0]
-        step = max(done) if done else None
-        self._record(
-            Kind.GENERATION_ENDED,
-            failure_class=failure_class,
-            evidence=evidence,
-            step=step,
-            exits={str(end.rank): end.exit_status for end in self._ends.values()},
+        end = GenerationEnd(
+            workers=tuple(self._ends.values()),
+            silent={m.node: m.done_step for m in self._members.values() if m.lost},
+            signal_name=self._signal,
+            target=self._stop.target,
+            committed=self._committed,
         )
-        self._end_attempt(failure_class, evidence, step=step)
+        failure = first_failure(end.workers)
 
-    def _classify(self, failure: Failure | None) -> tuple[FailureClass, str]:
-        lost = sorted(member.node for member in self._members.values() if member.lost)
-        ends = list(self._ends.values())
-        if not lost and failure is None and all(end.finished for end in ends):
-            return FailureClass.COMPLETED, f"all {len(ends)} workers finished"
-        silent = ", ".join(f"{node} (at step {self._members[node].done_step})" for node in lost)
-        what = failure.evidence if failure else f"no word from {silent}"
-        if self._signal is not None:
-            cause = self._cause()
-            target = self._stop.target
-            saved = target is not None and (target == 0 or (self._committed or 0) >= target)
-            done = f"stopped at step {target}" if saved else f"not saved: {what}"
-            return cause.failure_class, f"{cause.evidence}; {done}"
-        if lost:
-            return FailureClass.NODE_LOST, f"no word from {silent}"
-        if failure is None:
-            return FailureClass.UNKNOWN, "workers left without being asked to stop"
-        return failure.failure_class, failure.evidence
+        def blame(failure_class: FailureClass, evidence: str) -> tuple[FailureClass, str]:
+            if failure is None or failure_class is not failure.failure_class:
+                return failure_class, evidence
+            return self._blame_checkpoint(failure)
+
+        self._ending.start(end, self._committed, blame)
+        self._poll_ending()
 
     def _blame_checkpoint(self, failure: Failure) -> tuple[FailureClass, str]:
         """A crash while loading makes the checkpoint suspect: the next start takes an older one."""
         blamable = failure.failure_class in (FailureClass.UNKNOWN, FailureClass.CHECKPOINT)
-        if failure.phase != "load" or not self._resume_steps or not blamable:
+        loading = [step for step in self._resume_steps if step not in self._bad_steps]
+        if failure.phase != "load" or not loading or not blamable:
             return failure.failure_class, failure.evidence
-        step = self._resume_steps[0]
         reason = f"its load crashed: {failure.evidence}"
+        self._condemn(loading[0], reason)
+        return FailureClass.CHECKPOINT, f"step-{loading[0]}: {reason}"
+
+    def _condemn(self, step: int, reason: str) -> None:
+        """Never resume from this checkpoint again."""
+        self._bad_steps.add(step)
         mark_bad(self._run, step, reason, token=self.token)
         self._record(Kind.CHECKPOINT_BAD, step=step, reason=reason)
-        return FailureClass.CHECKPOINT, f"step-{step}: {reason}"
 
     def _end_attempt(
-        self,
-        failure_class: FailureClass,
-        evidence: str,
-        *,
-        step: int | None = None,
-        unrecoverable: bool = False,
+        self, failure_class: FailureClass, evidence: str, *, unrecoverable: bool = False
     ) -> None:
-        assert self.token is not None
-        if self.outcome is not None:
-            return
-        if not still_newest(self._run, self.token):
-            self._leave_fenced(evidence)
-            return
-        launch = self._spec.launch
-        decision = decide(
-            failure_class,
-            self._committed,
-            self._status.ends,
-            self._spec.recovery,
-            can_restart=launch.continuation != "none",
-            unrecoverable=unrecoverable,
+        self._phase = "ending"
+        self._ending.start_known(
+            failure_class, evidence, self._committed, unrecoverable=unrecoverable
         )
-        self._record(
-            Kind.ATTEMPT_ENDED,
-            failure_class=failure_class,
-            verdict=decision.verdict,
-            reason=decision.reason,
-            evidence=evidence,
-            step=step,
-            committed_step=self._committed,
-        )
-        self._say(f"{failure_class}: {evidence}")
-        self._say(f"verdict: {decision.verdict} ({decision.reason})")
-        self._conclude(failure_class, decision.verdict, f"{failure_class}: {decision.verdict}")
+        self._poll_ending()
 
-    def _conclude(self, failure_class: FailureClass, verdict: Verdict, reason: str) -> None:
-        restart_after_s = None
-        if verdict is Verdict.STOP:
-            completed = failure_class is FailureClass.COMPLETED
-            exit_code = EXIT_OK if completed else EXIT_DO_NOT_RESTART
-            if not completed:
-                self._write_intent("stop")
-        else:
-            exit_code = EXIT_OK
-            if self._context.scheduler == "local":
-                restart_after_s = self._back_off_s()
-            else:
-                self._ask_for_restart(failure_class)
-        self._over(Outcome(exit_code, reason, restart_after_s))
-
-    def _back_off_s(self) -> float:
-        """Growing pauses between local restarts that follow failures; none after a free end."""
-        failures = sum(1 for end in self._status.ends if end.committed_step == self._committed)
-        return min(LONGEST_BACK_OFF_S, float(2**failures) - 1)
-
-    def _ask_for_restart(self, failure_class: FailureClass) -> None:
-        continuation = self._spec.launch.continuation
-        if continuation not in ("requeue", "resubmit"):
-            return
-        word, restarts = self._word or self._scheduler.word(), self._context.restart_count
-        if continuation == "resubmit":
-            if not requeued_already(word, restarts):
-                self._write_intent("resubmit")
-        elif not slurm_requeues_itself(failure_class, word, restarts):
-            self._write_intent("requeue")
-
-    def _write_intent(self, word: str) -> None:
-        """The batch script reads it once srun has returned, and carries it out."""
-        if self._context.job_id is None:
-            return
-        self._record(Kind.REQUEUE_INTENDED, intent=word)
-        path = self._run.intent_file(self._context.job_id, self._context.restart_count)
-        try:
-            write_atomic(path, word.encode() + b"\n")
-        except OSError as error:
-            self._say(f"the intent {word} could not be written: {error}")
-
-    def _leave_fenced(self, evidence: str) -> None:
-        """A newer generation owns the run: leave without a verdict, and commit nothing."""
-        self._say(f"fenced off by a newer attempt; leaving ({evidence})")
-        self._record(Kind.GENERATION_ENDED, failure_class=FailureClass.FENCED, evidence=evidence)
-        self._over(Outcome(EXIT_OK, "fenced off by a newer attempt"))
+    def _poll_ending(self) -> None:
+        if self.outcome is None and (outcome := self._ending.poll()) is not None:
+            self._over(outcome)
 
     def _over(self, outcome: Outcome) -> None:
         self._phase = "over"

@@ -9,7 +9,7 @@ anew by (seed, step, rank), which is a different, equally valid draw of dropout 
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -47,14 +47,11 @@ class Facts:
     """What the manifest says of the training beside the files."""
 
     identity: Identity
+    config_hash: str
     world_size: int
     mesh: Mesh
     device: str
     torch: str
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain values."""
-        return asdict(self)
 
 
 def training_state(

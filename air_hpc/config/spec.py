@@ -16,7 +16,7 @@ from air_hpc.config.fields import Auto, above, at_least, between, lines, named_l
 from air_hpc.hardware.accelerator import AcceleratorSpec
 
 SCHEMA_VERSION = 1
-"""Of run.yaml, events and manifests. A reader keeps unknown keys and refuses a newer version."""
+"""Of run.yaml. A reader keeps keys that it does not know and refuses a newer version."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class ModelSpec:
 class ParallelismSpec:
     """Degrees of the mesh pp × dp_replicate × dp_shard × cp × tp, ep inside dp and cp.
 
-    `auto` for one or both data-parallel degrees fills the world. `bucket` etc. of DDP stay torch's.
+    `auto` for one or both data-parallel degrees fills the world.
     """
 
     name: str = one_line("ddp")
@@ -205,8 +205,11 @@ class TrainSpec:
 
 @dataclass(frozen=True)
 class CheckpointSpec:
-    """When and how state is saved. Retention keeps the last `keep_last`, every `keep_every`-th step
-    for ever, and always the newest verified one."""
+    """When and how state is saved.
+
+    Retention keeps the last `keep_last`, for ever each step that `keep_every_steps` divides, and
+    always the newest verified one.
+    """
 
     interval_steps: int = at_least(1, 100)
     keep_last: int = at_least(1, 2)

@@ -22,6 +22,13 @@ from air_hpc.plan.types import MESH_AXES, Mesh
 _NOT_YET = ("pp", "cp", "tp", "ep")
 
 
+class RanksMissing(EnvironmentFailure):
+    """The ranks did not come together: one was lost or late, or its port was taken meanwhile.
+
+    Another start may find them all.
+    """
+
+
 @dataclass(frozen=True)
 class World:
     """Where this worker stands.
@@ -103,7 +110,7 @@ def start_world(
 ) -> World:
     """Join the process group (at MASTER_ADDR and MASTER_PORT, or through `store`), make the mesh.
 
-    Raises EnvironmentFailure when the ranks do not come together within `timeout_s`, BadInput for
+    Raises RanksMissing when the ranks do not come together within `timeout_s`, BadInput for
     degrees that this engine cannot do or that do not multiply to the world.
     """
     require_supported(degrees)
@@ -126,7 +133,7 @@ def start_world(
         )
         control = dist.new_group(backend="gloo", timeout=timeout)
     except (RuntimeError, ValueError) as error:
-        raise EnvironmentFailure(
+        raise RanksMissing(
             f"rank {rank} of {world_size} could not join the others: {error}",
             tried=f"a rendezvous of at most {timeout_s:g} s",
             next_step="look at the logs of the other ranks and at the network interface chosen",

@@ -94,8 +94,3 @@ class Plan:
     def world_size(self) -> int:
         """The number of workers."""
         return self.mesh.world_size
-
-    @property
-    def total_tokens_per_rank_step(self) -> int:
-        """Tokens one data-parallel rank takes in one optimizer step."""
-        return self.tokens_per_step // self.mesh.data_parallel_size

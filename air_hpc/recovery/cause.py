@@ -80,7 +80,11 @@ def cause_of_stop(signal_name: str, word: SlurmWord | None, own_restarts: int) -
 
 
 REQUEUES_PREEMPTED_SINCE = (24, 11)
-"""From this version Slurm requeues a preempted job that exits inside its grace; 22.05 does not."""
+"""From this version Slurm itself requeues a preempted job that exits inside its grace.
+
+Seen: on 22.05.8 exit 0 ends COMPLETED and exit 3 FAILED, neither requeued; on 24.11.5 and 26.05.5
+both are requeued, and a further `scontrol requeue` gave a start too many.
+"""
 
 
 def requeued_already(word: SlurmWord | None, own_restarts: int) -> bool:

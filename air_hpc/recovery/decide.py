@@ -59,10 +59,9 @@ def decide(
         return Decision(Verdict.STOP, "no restart can mend this")
     if not can_restart:
         return Decision(Verdict.STOP, "launch.continuation=none")
-    before = history[-1].committed_step if history else None
-    if _is_free(failure_class, committed_step, before):
+    in_a_row = failures_in_a_row(failure_class, committed_step, history)
+    if in_a_row == 0:
         return Decision(Verdict.REQUEUE, f"{failure_class} costs no budget")
-    in_a_row = 1 + _without_progress(committed_step, history)
     if in_a_row >= budget.max_no_progress:
         return Decision(
             Verdict.STOP,
@@ -75,6 +74,16 @@ def decide(
             Verdict.STOP, f"{failures} failures (recovery.max_failures={budget.max_failures})"
         )
     return Decision(Verdict.REQUEUE, f"failure {failures} of {budget.max_failures}")
+
+
+def failures_in_a_row(
+    failure_class: FailureClass, committed: int | None, history: Sequence[End]
+) -> int:
+    """How many ends in a row, this one included, were not free and brought no newer commit."""
+    before = history[-1].committed_step if history else None
+    if _is_free(failure_class, committed, before):
+        return 0
+    return 1 + _without_progress(committed, history)
 
 
 def _is_free(failure_class: FailureClass, committed: int | None, before: int | None) -> bool:

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from air_hpc.recovery.cause import Cause
+from air_hpc.recovery.decide import NOT_RETRIED
 from air_hpc.rundir.words import FailureClass
 
 
@@ -102,3 +104,59 @@ def _order(end: WorkerEnd) -> tuple[int, float, int]:
     else:
         weight = int(classify(end).failure_class is FailureClass.NETWORK)
     return weight, end.arrived, end.rank
+
+
+@dataclass(frozen=True)
+class GenerationEnd:
+    """How a generation ended, as its coordinator saw it.
+
+    `silent` has the nodes that were lost, with the last step each was heard at. `signal_name` asked
+    for a stop, whose agreed step is `target`; `committed` is the newest committed step.
+    """
+
+    workers: tuple[WorkerEnd, ...]
+    silent: Mapping[str, int]
+    signal_name: str | None = None
+    target: int | None = None
+    committed: int | None = None
+
+    @property
+    def completed(self) -> bool:
+        """Whether every worker did all its steps."""
+        return not self.silent and all(worker.finished for worker in self.workers)
+
+    @property
+    def step(self) -> int | None:
+        """The largest step that a worker is known to have completed."""
+        done = [worker.done_step for worker in self.workers if worker.done_step >= 0]
+        return max(done) if done else None
+
+    @property
+    def saved_its_target(self) -> bool:
+        """Whether what the stop was for is committed (a stop before the first step has nothing)."""
+        return self.target is not None and (
+            self.target == 0 or (self.committed or 0) >= self.target
+        )
+
+
+def classify_generation(end: GenerationEnd, cause: Cause | None) -> tuple[FailureClass, str]:
+    """The class of a generation's end and its line of evidence; `cause` is behind its signal.
+
+    A failure that would come again wins over the loss of a node: a program that raises an error
+    on one node and hangs another must not be tried again for ever.
+    """
+    if end.completed:
+        alone = len(end.workers) == 1
+        words = "the worker finished" if alone else f"all {len(end.workers)} workers finished"
+        return FailureClass.COMPLETED, words
+    failure = first_failure(end.workers)
+    silent = ", ".join(f"{node} (at step {step})" for node, step in sorted(end.silent.items()))
+    what = failure.evidence if failure else f"no word from {silent}"
+    if cause is not None:
+        done = f"stopped at step {end.target}" if end.saved_its_target else f"not saved: {what}"
+        return cause.failure_class, f"{cause.evidence}; {done}"
+    if failure is not None and (failure.failure_class in NOT_RETRIED or not silent):
+        return failure.failure_class, failure.evidence
+    if silent:
+        return FailureClass.NODE_LOST, f"no word from {silent}"
+    return FailureClass.UNKNOWN, "workers left without being asked to stop"

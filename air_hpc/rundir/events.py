@@ -1,7 +1,7 @@
 """The ledger: append-only events, one JSON object a line, one file for each writing process.
 
 Reading merges all files by time. A reader never fails: a line cut short by a crash, or one that is
-not an event, is skipped and counted. `KINDS` names the kinds the fold understands; a reader keeps
+not an event, is skipped and counted. `Kind` names the kinds the fold understands; a reader keeps
 kinds and facts it does not know.
 """
 
@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from air_hpc.rundir.atomic import fsync_dir, write_all
+from air_hpc.rundir.atomic import fsync_dir, open_file, write_all
 from air_hpc.rundir.fence import Token
 from air_hpc.rundir.layout import RunDir
 
@@ -59,7 +59,8 @@ class Kind(StrEnum):
     CANCEL_REQUESTED = "cancel_requested"
     """by: a person asked for the end."""
     MEASURED = "measured"
-    """Facts of the workers: peak_flops_per_device, peak_source, device_name, torch_version, …"""
+    """peak_flops_per_device, peak_source, peak_note, device_name, precision, threads, world_size,
+    torch_version: facts of the workers, told once a generation."""
     TRACKING_STARTED = "tracking_started"
     """mlflow_run_id, uri."""
 
@@ -113,7 +114,7 @@ class LedgerWriter:
         self._clock = clock
         self.writer = writer
         path = run.ledger_dir / f"{writer}.jsonl"
-        self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
+        self._fd = open_file(path, os.O_RDWR | os.O_APPEND)
         fsync_dir(run.ledger_dir)  # the name must not be lost either
         self._end_torn_line()
 

@@ -192,9 +192,11 @@ class _Fold:
                 evidence=None,
                 ended=None,
             )
+        # Without sbatch a submission names a process of the machine: that is no job's id.
+        is_job = event.facts.get("cluster", "slurm") == "slurm"
         self.status = replace(
             self.status,
-            job_id=_text(event.facts.get("job_id")),
+            job_id=_text(event.facts.get("job_id")) if is_job else None,
             array_task_id=_whole(event.facts.get("array_task_id")),
             submitted=self.status.submitted or event.time,
         )

@@ -142,7 +142,7 @@ def _median(samples: Iterable[Sample], name: str) -> float | None:
 def _peak(view: RunView, frozen: FrozenRun | None) -> Peak | None:
     measured = view.status.measured
     value = measured.get("peak_flops_per_device")
-    device = measured.get("device_name") or measured.get("device")
+    device = measured.get("device_name")
     name = str(device) if device else (frozen.spec.accelerator.name if frozen else "device")
     if isinstance(value, int | float) and not isinstance(value, bool):
         return Peak(float(value), str(measured.get("peak_source") or "measured"), name)

@@ -1,4 +1,4 @@
-"""Slurm's version, and the rules that differ by it. Probed, never assumed."""
+"""Slurm's version: probed, never assumed."""
 
 from __future__ import annotations
 
@@ -36,12 +36,3 @@ def parse_version(text: str) -> SlurmVersion:
 def installed(timeout_s: float = command.DEFAULT_TIMEOUT_S) -> SlurmVersion:
     """The version of the commands on this machine; asks no controller."""
     return parse_version(command.read(["scontrol", "--version"], timeout_s=timeout_s))
-
-
-def requeues_after_preemption(version: SlurmVersion) -> bool:
-    """Whether Slurm itself requeues a preempted job that exits inside the grace.
-
-    Seen: on 22.05.8 exit 0 ends COMPLETED and exit 3 FAILED, neither requeued; on 24.11.5 and
-    26.05.5 both are requeued, and a further `scontrol requeue` gave a start too many.
-    """
-    return version >= SlurmVersion(24, 11)

@@ -27,6 +27,7 @@ from air_hpc.models.llama import next_token_loss
 from air_hpc.parallel.reduce import clip_gradients, gradient_norm, mean_over_data_ranks
 from air_hpc.parallel.world import World
 from air_hpc.parallel.wrap import Spread, WrapOptions, build_spread
+from air_hpc.plan.frozen import config_hash
 from air_hpc.plan.types import Plan
 from air_hpc.session.session import Session
 from air_hpc.train.optimizer import build_optimizer, learning_rate, set_learning_rate
@@ -198,6 +199,7 @@ class Trainer:
             self.step = resumed.step
         facts = Facts(
             identity=self.identity,
+            config_hash=config_hash(self.spec, self.plan),
             world_size=self.world.world_size,
             mesh=self.plan.mesh,
             device=self.world.device.type,

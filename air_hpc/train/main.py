@@ -45,6 +45,15 @@ _MISTAKES = (
 """What a program raises when it is wrong: it will be wrong again."""
 
 
+_OF_TORCH_MODULES = (
+    ("air_hpc.checkpoint.saver", "SavesFail", FailureClass.STORAGE),
+    ("air_hpc.checkpoint.loader", "NoUsableCheckpoint", FailureClass.CHECKPOINT),
+    ("air_hpc.parallel.world", "RanksMissing", FailureClass.NETWORK),
+)
+"""Errors whose modules import torch. Named, not imported: torch itself may be what is missing, and
+an error can only be of a module that is loaded."""
+
+
 def main() -> int:
     """Train the run that the environment names; returns the exit code or leaves with it."""
     try:
@@ -140,11 +149,11 @@ def tell_peak(session: Session, frozen: FrozenRun, world: object) -> float | Non
             peak_flops_per_device=peak.flops_per_device,
             peak_source=peak.source,
             peak_note=peak.note,
-            device=peak.device,
+            device_name=peak.device,
             precision=spec.train.precision,
             threads=torch.get_num_threads(),
             world_size=world.world_size,
-            torch=torch.__version__,
+            torch_version=torch.__version__,
         )
     told: float | None = ranks.tell(None if peak is None else peak.flops_per_device)
     return told
@@ -169,15 +178,16 @@ def classify(error: BaseException) -> FailureClass:
 
     gloo and NCCL raise plain RuntimeErrors, known by their text only.
     """
-    from air_hpc.checkpoint.loader import NoUsableCheckpoint
-    from air_hpc.checkpoint.saver import SavesFail
-
+    for module, name, failure_class in _OF_TORCH_MODULES:
+        kind = getattr(sys.modules.get(module), name, None)
+        if kind is not None and isinstance(error, kind):
+            return failure_class
     by_type: list[tuple[type[BaseException], FailureClass]] = [
         (Fenced, FailureClass.FENCED),
-        (SavesFail, FailureClass.STORAGE),
-        (NoUsableCheckpoint, FailureClass.CHECKPOINT),
         (BadInput, FailureClass.USER_ERROR),
         (EnvironmentFailure, FailureClass.ENVIRONMENT),
+        (ConnectionError, FailureClass.NETWORK),
+        (TimeoutError, FailureClass.NETWORK),
         (MemoryError, FailureClass.HOST_MEMORY),
         (ImportError, FailureClass.USER_ERROR),
     ]

@@ -5,6 +5,7 @@ Ledger, fence and checkpoints are real; the socket, the scheduler and the clock 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from air_hpc.agent.channel import Message
@@ -68,6 +69,16 @@ class FakeScheduler:
         raise AssertionError("the coordinator writes an intent, and asks for nothing itself")
 
 
+class AnsweredAtOnce:
+    """A question to the scheduler without a thread."""
+
+    def __init__(self, ask: Callable[[], SlurmWord | None]) -> None:
+        self._word = ask()
+
+    def answer(self) -> tuple[bool, SlurmWord | None]:
+        return True, self._word
+
+
 class Play:
     """One attempt, played by hand."""
 
@@ -97,6 +108,7 @@ class Play:
             say=self.said.append,
             clock=lambda: self.now,
             wall_clock=lambda: self.now + 1e9,
+            ask=AnsweredAtOnce,
         )
 
     # -- what nodes say --

@@ -36,7 +36,7 @@ def run_with(tmp_path: Path) -> Callable[..., RunDir]:
             "launch.nodes=2",
             "launch.starter=fork",
             "checkpoint.interval_steps=100",
-            "recovery.heartbeat_timeout_s=5",
+            "recovery.heartbeat_timeout_s=10",
             "recovery.lease_s=7",
             *overrides,
         )

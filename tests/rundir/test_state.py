@@ -65,6 +65,14 @@ def test_one_attempt_from_submission_to_the_end() -> None:
     assert status.job_id == "7"
 
 
+@pytest.mark.parametrize("cluster", ["local", "allocation"])
+def test_the_process_of_a_run_without_sbatch_is_no_job(cluster: str) -> None:
+    """MLflow was once told the id of a process as that of a job."""
+    submitted = at(0, Kind.SUBMITTED, job_id="4711", cluster=cluster)
+    assert fold([submitted]).job_id is None
+    assert fold([submitted, *began(1, "1.1")]).job_id == "7"
+
+
 def test_three_attempts_with_a_rollback() -> None:
     events = [
         at(0, Kind.SUBMITTED, job_id="7"),

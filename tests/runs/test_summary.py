@@ -24,7 +24,8 @@ def test_figures_are_of_the_steps_that_count_without_each_generations_first(
     run.ended(failure_class="node_lost", verdict="requeue")
     again = Token(2, 1)
     run.event(Kind.ATTEMPT_STARTED, again, nodes=["n1"]).event(Kind.RESUMED, again, step=2)
-    run.event(Kind.MEASURED, again, peak_flops_per_device=2e12, peak_source="measured", device="X")
+    facts = {"peak_flops_per_device": 2e12, "peak_source": "measured", "device_name": "X"}
+    run.event(Kind.MEASURED, again, **facts)
     run.metrics({3: sample(3, 2, 0.02), 4: sample(2, 110, 0.5)}, again)
     run.ended(again)
     summary = summarize(run.dir, ask_slurm=False)

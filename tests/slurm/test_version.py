@@ -1,7 +1,7 @@
 import pytest
 
 from air_hpc.errors import EnvironmentFailure
-from air_hpc.slurm.version import SlurmVersion, parse_version, requeues_after_preemption
+from air_hpc.slurm.version import SlurmVersion, parse_version
 
 
 @pytest.mark.parametrize(
@@ -28,10 +28,3 @@ def test_versions_are_ordered_as_released() -> None:
 def test_no_version_is_an_error_of_the_environment() -> None:
     with pytest.raises(EnvironmentFailure, match="no Slurm version"):
         parse_version("command not found")
-
-
-def test_who_requeues_after_preemption_depends_on_the_version() -> None:
-    assert not requeues_after_preemption(SlurmVersion(22, 5, 8))
-    assert not requeues_after_preemption(SlurmVersion(24, 5, 9))
-    assert requeues_after_preemption(SlurmVersion(24, 11, 0))
-    assert requeues_after_preemption(SlurmVersion(26, 5, 5))

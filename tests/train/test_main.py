@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import errno
+import subprocess
+import sys
 
 import pytest
 
 from air_hpc.checkpoint.loader import NoUsableCheckpoint
 from air_hpc.checkpoint.saver import SavesFail
 from air_hpc.errors import BadInput, EnvironmentFailure
+from air_hpc.parallel.world import RanksMissing
 from air_hpc.rundir.fence import Fenced
 from air_hpc.rundir.words import FailureClass
 from air_hpc.train.main import classify
@@ -21,6 +24,9 @@ from air_hpc.train.setup import torch_warning
         (NoUsableCheckpoint("x"), FailureClass.CHECKPOINT),
         (BadInput.single("a", 1, "x"), FailureClass.USER_ERROR),
         (EnvironmentFailure("x"), FailureClass.ENVIRONMENT),
+        (RanksMissing("rank 1 of 2 could not join the others"), FailureClass.NETWORK),
+        (ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"), FailureClass.NETWORK),
+        (TimeoutError(errno.ETIMEDOUT, "Connection timed out"), FailureClass.NETWORK),
         (OSError(errno.ENOSPC, "No space left on device"), FailureClass.STORAGE),
         (OSError(errno.EDQUOT, "Disk quota exceeded"), FailureClass.STORAGE),
         (FileNotFoundError(errno.ENOENT, "x"), FailureClass.ENVIRONMENT),
@@ -48,3 +54,15 @@ def test_a_torch_outside_the_tested_range_is_said() -> None:
     assert torch_warning("2.13.4") is None
     for version in ("2.1.3", "2.130.0", "2.14.0a0+git1", "3.0.0"):
         assert version in (torch_warning(version) or "")
+
+
+def test_a_missing_torch_is_told_as_the_environments_fault() -> None:
+    # The classifier once imported torch itself, so the worker left "without a word".
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from air_hpc.train.main import _import_torch, classify\n"
+        "try: _import_torch()\n"
+        "except Exception as error: print(classify(error).value, error)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith(f"{FailureClass.ENVIRONMENT.value} torch cannot be imported")

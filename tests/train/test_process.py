@@ -14,18 +14,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from air_hpc.config.spec import RunSpec
-from air_hpc.plan.frozen import freeze_run, render_run_yaml
+from air_hpc.plan.frozen import freeze_run, read_run_yaml, render_run_yaml
 from air_hpc.plan.types import Mesh
+from air_hpc.probes.matmul import device_name
 from air_hpc.probes.ports import find_free_port
-from air_hpc.rundir.commit import committed_steps
+from air_hpc.rundir.commit import committed_steps, read_checkpoint
+from air_hpc.rundir.events import Event, Kind
 from air_hpc.rundir.fence import Token
 from air_hpc.rundir.layout import RunDir
 from air_hpc.rundir.spool import effective_samples
+from air_hpc.rundir.state import fold
+from air_hpc.rundir.words import RunState
 from air_hpc.session.messages import MAX_BYTES, decode, socket_pair
 from air_hpc.session.page import Page, Word
 from air_hpc.session.session import WorkerEnv
+from air_hpc.tracking.describe import tags
 from tests.train.runs import make_run, next_token, plan_for, small_spec
 
 pytestmark = pytest.mark.torch
@@ -105,6 +111,12 @@ def frozen_run(runs_dir: Path, spec: RunSpec) -> RunDir:
     return run
 
 
+def tags_after(run: RunDir, measured: dict[str, Any]) -> dict[str, str]:
+    """What MLflow is told of a run whose worker said this."""
+    events = [Event(1.0, Kind.MEASURED, facts=measured)]
+    return tags(run, fold(events), events, state=RunState.RUNNING, rolled_back=())
+
+
 def test_a_worker_trains_to_the_end_and_says_what_it_measured(tmp_path: Path) -> None:
     run = frozen_run(tmp_path, small_spec(5))
     with started_worker(run) as worker:
@@ -120,7 +132,11 @@ def test_a_worker_trains_to_the_end_and_says_what_it_measured(tmp_path: Path) ->
     ]
     assert heard[0]["peak_source"] == "measured"
     assert heard[0]["peak_flops_per_device"] > 1e8
+    assert heard[0]["torch_version"] == torch.__version__
+    assert tags_after(run, heard[0])["air_hpc.device"] == device_name(torch.device("cpu"))
     assert committed_steps(run) == [5, 3]
+    newest = read_checkpoint(run.checkpoints_dir / "step-5")
+    assert newest.facts["config_hash"] == read_run_yaml(run.run_yaml.read_text()).config_hash
     samples = effective_samples(run)
     assert list(samples) == [1, 2, 3, 4, 5]
     assert {"train/loss", "train/lr", "train/grad_norm"} <= set(samples[5].metrics)
