@@ -130,6 +130,12 @@ def _runs_dir_problem(runs_dir: Path, why: str) -> Problem:
     )
 
 
+def make_shared_dir(runs_dir: Path) -> None:
+    """Make the folder that a user's runs share, mode 0700, and those above it; raises OSError."""
+    runs_dir.mkdir(parents=True, exist_ok=True)
+    (runs_dir / SHARED_DIR).mkdir(mode=0o700, exist_ok=True)
+
+
 def create_run_dir(runs_dir: Path, run_id: str, *, group: str | None = None) -> RunDir:
     """Make the skeleton of a run, mode 0700 (2770 when shared with a group by intent).
 
@@ -146,8 +152,7 @@ def create_run_dir(runs_dir: Path, run_id: str, *, group: str | None = None) -> 
     except LookupError:
         raise BadInput.single("launch.share_group", group, "no such group") from None
     try:
-        run.runs_dir.mkdir(parents=True, exist_ok=True)
-        run.shared_dir.mkdir(mode=0o700, exist_ok=True)
+        make_shared_dir(run.runs_dir)
         try:
             run.path.mkdir(mode=mode)
         except FileExistsError:
