@@ -12,6 +12,7 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
+LIGHT = "air_hpc, yaml, submitit, jinja2, ClusterShell"
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -29,15 +30,15 @@ class UserPython:
 
 
 @functools.cache
-def python_for(user: str) -> UserPython | None:
-    """The first interpreter of this version that `user` can import our dependencies with."""
+def python_for(user: str, *, checkout: Path = ROOT, modules: str = LIGHT) -> UserPython | None:
+    """The first interpreter of this version that `user` can import `modules` with."""
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     packages = [*site.getsitepackages(), sysconfig.get_paths()["purelib"]]
     candidates = [sys.executable, shutil.which(f"python{version}", path="/usr/bin:/usr/local/bin")]
     for executable in filter(None, candidates):
-        for path in (str(ROOT), ":".join([str(ROOT), *dict.fromkeys(packages)])):
+        for path in (str(checkout), ":".join([str(checkout), *dict.fromkeys(packages)])):
             found = UserPython(executable, path)
-            probe = [executable, "-c", "import air_hpc, yaml, submitit, jinja2, ClusterShell"]
+            probe = [executable, "-c", f"import {modules}"]
             words = ["runuser", "-u", user, "--", "env", "-i", f"PYTHONPATH={path}", *probe]
             if subprocess.run(words, capture_output=True, cwd="/").returncode == 0:
                 return found

@@ -16,6 +16,7 @@ owns the run.
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -40,6 +41,8 @@ MAX_FAILURES = 3
 """So many failed saves in a row end the worker: a run that cannot save makes no progress."""
 _TIMEOUT_S = 1800.0
 """How long a rank waits in a save for the slowest writer, whatever a training step may take."""
+
+_PROBE_BYTES = 1 << 20
 
 
 class SavesFail(EnvironmentFailure):
@@ -185,9 +188,9 @@ class Saver:
             return {n: digest_file(folder / n) for n in names if (folder / n).exists()}, ""
         except CheckpointException as error:
             first = min(error.failures)
-            return {}, _reason(first, error.failures[first][0])
+            return {}, _reason(first, error.failures[first][0]) + _disk_says(folder)
         except (OSError, RuntimeError) as error:
-            return {}, _reason(rank, error)
+            return {}, _reason(rank, error) + _disk_says(folder)
 
     def _commit(
         self,
@@ -233,6 +236,25 @@ class Saver:
             self._session.abort_save(folder, step, reason)
         except OSError:
             self._session.note(Message.SAVE_FAILED, step=step, reason=reason)
+
+
+def _disk_says(folder: Path) -> str:
+    """What the file system answers to a write now (` (No space left on device)`), or nothing.
+
+    torch's own writer says only that a write failed, and never why.
+    """
+    probe = folder / f".probe-{os.getpid()}"
+    try:
+        with probe.open("wb") as file:
+            file.write(bytes(_PROBE_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        return f" ({error.strerror})"
+    finally:
+        with contextlib.suppress(OSError):
+            probe.unlink()
+    return ""
 
 
 def _reason(rank: int, error: BaseException) -> str:

@@ -90,9 +90,10 @@ def _with_runs_dir(parsed: Parsed) -> Parsed:
 
 
 def _script_problems(spec: RunSpec) -> list[Problem]:
-    from air_hpc.launch import options, script
+    from air_hpc.launch import options, prepare, script
 
-    return [*options.problems(spec), *script.problems(spec)]
+    places = prepare.place_problems(spec, cwd=Path.cwd())
+    return [*options.problems(spec), *script.problems(spec), *places]
 
 
 def _start(made: Tasks, parsed: Parsed) -> int:

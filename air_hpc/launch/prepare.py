@@ -24,7 +24,7 @@ from air_hpc.launch.submission import Ask, Chunk, Submission, save, submission_d
 from air_hpc.plan.frozen import freeze_run, render_run_yaml
 from air_hpc.plan.types import Plan
 from air_hpc.rundir.atomic import ASIDE_PREFIX, remove_tree
-from air_hpc.rundir.layout import SHARED_DIR, RunDir, create_run_dir
+from air_hpc.rundir.layout import SHARED_DIR, RunDir, create_run_dir, runs_dir_problems
 from air_hpc.slurm import limits
 from air_hpc.slurm.environment import user_defaults
 from air_hpc.slurm.site import Snapshot
@@ -72,6 +72,16 @@ def runs_dir_of(spec: RunSpec, cwd: Path) -> Path:
     return cwd / Path(spec.runs_dir).expanduser()
 
 
+def place_problems(
+    spec: RunSpec, *, cwd: Path, environ: Mapping[str, str] = os.environ
+) -> list[Problem]:
+    """What is wrong with where a run is started from and kept: its runs folder, its allocation."""
+    found = runs_dir_problems(runs_dir_of(spec, cwd))
+    if spec.cluster.kind == "allocation":
+        found += _allocation_problems(spec, environ)
+    return found
+
+
 def check(
     tasks: Sequence[Task],
     *,
@@ -90,6 +100,7 @@ def check(
     for task in filled:
         add(options.problems(task.spec))
         add(script.problems(task.spec))
+        add(place_problems(task.spec, cwd=cwd, environ=environ))
         if snapshot is not None:
             add(limits.check(task.spec, task.plan, snapshot))
     work_tree = None
@@ -291,6 +302,24 @@ def _common_problems(tasks: Sequence[Task]) -> list[Problem]:
                 )
             )
     return found
+
+
+def _allocation_problems(spec: RunSpec, environ: Mapping[str, str]) -> list[Problem]:
+    if not environ.get("SLURM_JOB_ID"):
+        return [
+            Problem(
+                "cluster",
+                "allocation",
+                "this shell is in no allocation (SLURM_JOB_ID is not set)",
+                hint="Run it inside salloc or a job, or use cluster=slurm",
+            )
+        ]
+    nodes = environ.get("SLURM_JOB_NUM_NODES", "")
+    if nodes.isdecimal() and int(nodes) < spec.launch.nodes:
+        allowed = f"at most {nodes}"
+        why = f"is more than the allocation {environ['SLURM_JOB_ID']} has"
+        return [Problem("launch.nodes", str(spec.launch.nodes), why, allowed)]
+    return []
 
 
 def _array_limits(tasks: Sequence[Task], snapshot: Snapshot | None) -> chunking.ArrayLimits:

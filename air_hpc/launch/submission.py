@@ -23,7 +23,7 @@ from typing import Any
 
 from air_hpc.errors import BadInput, EnvironmentFailure
 from air_hpc.rundir.atomic import write_atomic
-from air_hpc.rundir.layout import SHARED_DIR
+from air_hpc.rundir.layout import SHARED_DIR, make_shared_dir
 
 SCHEMA_VERSION = 1
 
@@ -104,6 +104,7 @@ def save(submission: Submission) -> None:
     """Write the record; durable when this returns. Raises EnvironmentFailure."""
     body = {"schema_version": SCHEMA_VERSION, **asdict(submission)}
     try:
+        make_shared_dir(Path(submission.runs_dir))
         submission.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         write_atomic(submission.folder / "submission.json", json.dumps(body, indent=1).encode())
     except OSError as error:

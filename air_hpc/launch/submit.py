@@ -85,16 +85,18 @@ def submit(
 def resume_submission(folder: Path, *, sleep: Callable[[float], None] = time.sleep) -> Result:
     """Finish the interrupted submission whose record lies in `folder`; once finished, its result.
 
-    Raises BadInput where there is nothing to finish.
+    Raises BadInput where there is nothing to finish. What is left of one that never became ready is
+    removed: nothing of it can have been submitted.
     """
     known = load(folder)
     if known is None:
         raise BadInput.single("submission", folder, "there is no such submission")
     if known.state == "preparing":
+        prepare.discard(known)
         raise BadInput.single(
             "submission",
             known.id,
-            "was interrupted before it was ready, and nothing was submitted",
+            "was interrupted before it was ready; nothing was submitted, and it is removed",
             hint="Repeat the command that made it",
         )
     return _finish(known, (), sleep)
@@ -162,14 +164,21 @@ def _finish(
         try:
             current = _make_ask(current, index, sleep)
         except CommandFailure as failure:
-            if not _queue_full(failure) or not any(a.job_id for a in current.asks):
+            if not _queue_full(failure):
                 raise
+            if not any(a.job_id for a in current.asks):
+                raise EnvironmentFailure(
+                    f"the queue takes no more of your jobs now ({failure.stderr.strip()}); "
+                    f"nothing of {current.id} is submitted yet",
+                    tried=failure.tried,
+                    next_step=f"once some have ended: run --resume {current.id}",
+                ) from None
             found.append(
                 Problem(
                     "launch",
                     current.id,
                     f"the queue takes no more of your jobs now ({failure.stderr.strip()})",
-                    hint=f"Submit the rest later: resume {current.id}",
+                    hint=f"Submit the rest later: run --resume {current.id}",
                     warning=True,
                 )
             )
@@ -212,7 +221,7 @@ def _make_ask(current: Submission, index: int, sleep: Callable[[float], None]) -
     raise EnvironmentFailure(
         f"sbatch gave no answer {TRIES} times for {ask.name}",
         tried=str(last),
-        next_step=f"resume {current.id} later: it looks the job up before it submits again",
+        next_step=f"run --resume {current.id} later: it looks the job up before it submits again",
     )
 
 

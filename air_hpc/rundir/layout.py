@@ -8,7 +8,7 @@ import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
-from air_hpc.errors import BadInput, EnvironmentFailure
+from air_hpc.errors import BadInput, EnvironmentFailure, Problem
 from air_hpc.rundir.atomic import write_file
 
 SHARED_DIR = ".air_hpc"
@@ -100,6 +100,42 @@ class RunDir:
         return self.intents_dir / f"{job_id}.{restart_count}"
 
 
+def runs_dir_problems(runs_dir: Path) -> list[Problem]:
+    """What would keep runs from being made in this folder; looks, and makes nothing.
+
+    A folder that does not exist yet is judged by the nearest one above it that does.
+    """
+    path = runs_dir.absolute()
+    for place in (path / SHARED_DIR, path, *path.parents):
+        try:
+            usable = place.is_dir()
+            exists = usable or place.exists()
+        except OSError as error:
+            return [_runs_dir_problem(runs_dir, f"{place}: {error.strerror}")]
+        if not exists:
+            continue
+        if not usable:
+            return [_runs_dir_problem(runs_dir, f"{place} is no folder")]
+        if not os.access(place, os.W_OK | os.X_OK):
+            return [_runs_dir_problem(runs_dir, f"{place} cannot be written")]
+        if place == path / SHARED_DIR:
+            continue
+        return []
+    return []
+
+
+def _runs_dir_problem(runs_dir: Path, why: str) -> Problem:
+    return Problem(
+        "runs_dir", str(runs_dir), why, "a folder that you can write and that compute nodes share"
+    )
+
+
+def make_shared_dir(runs_dir: Path) -> None:
+    """Make the folder that a user's runs share, mode 0700, and those above it; raises OSError."""
+    runs_dir.mkdir(parents=True, exist_ok=True)
+    (runs_dir / SHARED_DIR).mkdir(mode=0o700, exist_ok=True)
+
+
 def create_run_dir(runs_dir: Path, run_id: str, *, group: str | None = None) -> RunDir:
     """Make the skeleton of a run, mode 0700 (2770 when shared with a group by intent).
 
@@ -116,8 +152,7 @@ def create_run_dir(runs_dir: Path, run_id: str, *, group: str | None = None) -> 
     except LookupError:
         raise BadInput.single("launch.share_group", group, "no such group") from None
     try:
-        run.runs_dir.mkdir(parents=True, exist_ok=True)
-        run.shared_dir.mkdir(mode=0o700, exist_ok=True)
+        make_shared_dir(run.runs_dir)
         try:
             run.path.mkdir(mode=mode)
         except FileExistsError:

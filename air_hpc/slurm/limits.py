@@ -240,8 +240,7 @@ def _size_problems(
             f"is more than partition {partition.name} {why}",
             f"at most {most}",
         )
-        return
-    if plan.nodes < partition.min_nodes:
+    elif plan.nodes < partition.min_nodes:
         yield Problem(
             "launch.nodes",
             str(plan.nodes),
@@ -250,22 +249,24 @@ def _size_problems(
         )
     if not nodes:
         return
+    # A number of nodes that is too large is told above: here, whether any so many would do.
+    wanted = max(1, min(plan.nodes, most))
     fits: tuple[Node, ...] = nodes
     for key, value, message, test in _needs(spec, plan):
         fitting = tuple(node for node in fits if test(node))
-        if len(fitting) < plan.nodes:
+        if len(fitting) < wanted:
             have = len(fitting)
             yield Problem(
                 key,
                 value,
-                f"{message} on {plan.nodes} node(s), and {have} of partition {partition.name} "
+                f"{message} on {wanted} node(s), and {have} of partition {partition.name} "
                 "can give that",
                 _what_nodes_have(key, nodes, launch),
             )
         else:
             fits = fitting
     usable = sum(node.usable for node in fits)
-    if usable < plan.nodes:
+    if usable < wanted:
         yield Problem(
             "launch.nodes",
             str(plan.nodes),

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from air_hpc.errors import BadInput, EnvironmentFailure
+from air_hpc.errors import BadInput
 from air_hpc.launch import submit as submitting
 from air_hpc.launch.local import LocalAgentExecutor
 from air_hpc.launch.submission import submission_dir
@@ -139,5 +139,11 @@ def test_outside_an_allocation_that_is_what_the_error_says(
 ) -> None:
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     made = making.tasks(tmp_path / "runs", cluster=local("finish", kind="allocation"))
-    with pytest.raises(EnvironmentFailure, match="in no allocation"):
+    with pytest.raises(BadInput, match="in no allocation"):
         submitting.submit(made, cwd=tmp_path)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "1")
+    made = making.tasks(tmp_path / "runs", nodes=2, cluster=local("finish", kind="allocation"))
+    with pytest.raises(BadInput, match="more than the allocation 7 has"):
+        submitting.submit(made, cwd=tmp_path)
+    assert not (tmp_path / "runs").exists()
