@@ -98,7 +98,8 @@ def check(
         work_tree, problems = code.inspect(
             cwd, exclude=runs_dir_of(first, cwd), max_bytes=first.code.max_bytes
         )
-        add(problems)
+        # Without a work tree nothing of the user's can change under a run that starts at once.
+        add(problems if work_tree is not None or first.cluster.kind in BATCH_KINDS else [])
     errors = [problem for problem in found if not problem.warning]
     if errors:
         raise BadInput(errors)
