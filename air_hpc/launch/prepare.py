@@ -18,7 +18,7 @@ from typing import Any
 from air_hpc.config.freeze import canonical_hash, to_plain
 from air_hpc.config.spec import RunSpec
 from air_hpc.errors import BadInput, Problem
-from air_hpc.launch import bulk, code, identity, options, script
+from air_hpc.launch import bulk, code, identity, machine, options, script
 from air_hpc.launch import chunk as chunking
 from air_hpc.launch.submission import Ask, Chunk, Submission, save, submission_dir
 from air_hpc.plan.frozen import freeze_run, render_run_yaml
@@ -90,6 +90,8 @@ def check(
     for task in filled:
         add(options.problems(task.spec))
         add(script.problems(task.spec))
+        if task.spec.cluster.kind == "local":
+            add(machine.memory_problems(task.spec, task.plan))
         if snapshot is not None:
             add(limits.check(task.spec, task.plan, snapshot))
     work_tree = None

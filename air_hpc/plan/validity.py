@@ -229,6 +229,13 @@ def _local_nodes(spec: RunSpec) -> Iterable[Problem]:
         )
 
 
+def _runs_dir(spec: RunSpec) -> Iterable[Problem]:
+    if not spec.runs_dir.strip():
+        yield Problem(
+            "runs_dir", spec.runs_dir, "is empty; from a variable that is not set?", "a folder"
+        )
+
+
 _STORE_SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks")
 
 
@@ -272,5 +279,6 @@ RULES: tuple[Rule, ...] = (
     Rule(("recovery",), _heartbeat),
     Rule(("cluster",), _container),
     Rule(("cluster", "launch.nodes"), _local_nodes, here=True),
+    Rule(("runs_dir",), _runs_dir),
     Rule(("tracking.uri", "cluster", "runs_dir"), _tracking),
 )

@@ -39,6 +39,7 @@ def test_the_default_run_has_no_problem() -> None:
         (["tracking.uri=htp://x"], "tracking.uri", "Did you mean http?"),
         (["tracking.uri=ftp://x"], "tracking.uri", "no store for ftp:"),
         (["launch.nodes=2"], "launch.nodes", "is one machine"),
+        (["runs_dir=''"], "runs_dir", "is empty"),
         (["model.vocab_size=255"], "model.vocab_size", "at least 256"),
         (["runs_dir='/a?b'"], "runs_dir", "without ? and #"),
         (["recovery.lease_s=5"], "recovery.lease_s", "above 5"),
