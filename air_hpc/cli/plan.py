@@ -136,6 +136,8 @@ def mfu_text(task: Task) -> str:
 def limits_text(task: Task) -> str:
     """The time limit, and how far ahead of it the run saves."""
     limit = task.spec.launch.time_limit_min
+    if task.spec.cluster.kind == "local" and task.plan.nodes > 1:
+        return "this machine is one node; to start it: cluster=slurm"
     if task.spec.cluster.kind == "local":
         return "none on this machine"
     told = "the site's default" if limit is None else f"{limit} min"
