@@ -24,7 +24,6 @@ from air_hpc.agent.channel import (
     Message,
     Signer,
     candidate_ports,
-    free_ports,
 )
 from air_hpc.agent.coordinator import Coordinator
 from air_hpc.agent.ending import Outcome
@@ -44,6 +43,7 @@ from air_hpc.agent.starters import make_starter
 from air_hpc.agent.workers import worker_command, worker_environment
 from air_hpc.errors import BadInput
 from air_hpc.plan.frozen import FrozenRun, read_run_yaml
+from air_hpc.probes.ports import free_ports
 from air_hpc.rundir.layout import RunDir, open_run_dir
 
 TICK_MS = 100
@@ -114,6 +114,7 @@ class Attempt:
         except Exception as error:
             if link is not None:
                 link.send({"type": "agent_failed", "reason": f"{type(error).__name__}: {error}"})
+            self._drain_shipper()
             raise
         finally:
             if node is not None:

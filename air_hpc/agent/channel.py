@@ -16,19 +16,21 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
-import socket
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import zmq
 
 from air_hpc.errors import EnvironmentFailure
+from air_hpc.probes.ports import spread
 
 Message = dict[str, Any]
 
-PORT_LOW, PORT_HIGH = 20000, 32000
-"""Below the kernel's ephemeral range (32768 on by default), where nobody's client socket sits."""
+PORT_RANGE = (20_000, 32_000)
+"""Below the kernel's ephemeral range (32768 on by default). Fixed, not read from the kernel: every
+node must come to the same ports, and binding shows which of them is free."""
 CANDIDATE_PORTS = 6
 
 
@@ -82,44 +84,7 @@ def to_node(node: bytes) -> bytes:
 
 def candidate_ports(run_id: str, start_id: str) -> list[int]:
     """The ports a coordinator may bind, the same on every node."""
-    seed = hashlib.sha256(f"{run_id}/{start_id}".encode()).digest()
-    span = PORT_HIGH - PORT_LOW
-    ports: list[int] = []
-    counter = 0
-    while len(ports) < CANDIDATE_PORTS:
-        digest = hashlib.sha256(seed + counter.to_bytes(4, "big")).digest()
-        port = PORT_LOW + int.from_bytes(digest[:4], "big") % span
-        if port not in ports:
-            ports.append(port)
-        counter += 1
-    return ports
-
-
-def port_is_free(port: int) -> bool:
-    """Whether nobody on this machine listens on a port."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        try:
-            probe.bind(("", port))
-        except OSError:
-            return False
-        return True
-
-
-def free_ports(count: int, seed: str) -> list[int]:
-    """Ports outside the ephemeral range that are free now, spread by `seed`."""
-    start = int.from_bytes(hashlib.sha256(seed.encode()).digest()[:4], "big")
-    span = PORT_HIGH - PORT_LOW
-    found: list[int] = []
-    for offset in range(span):
-        port = PORT_LOW + (start + offset * 7) % span
-        if port_is_free(port):
-            found.append(port)
-            if len(found) == count:
-                return found
-    raise EnvironmentFailure(
-        f"no {count} free TCP ports between {PORT_LOW} and {PORT_HIGH} on this node",
-        next_step="look for what occupies them (ss -ltn)",
-    )
+    return list(islice(spread(f"{run_id}/{start_id}", range(*PORT_RANGE)), CANDIDATE_PORTS))
 
 
 class CoordinatorSocket:

@@ -330,6 +330,8 @@ class Coordinator:
         if kind is Kind.CHECKPOINT_BAD:
             self._condemn(int(facts["step"]), str(facts.get("reason", "")))
             return
+        if kind is Kind.RESUMED:
+            facts["lost_steps"] = max(0, (self._status.step or 0) - int(facts["step"]))
         self._record(kind, **facts)
         if kind is Kind.CHECKPOINT_COMMITTED:
             self._committed = max(int(facts["step"]), self._committed or 0)

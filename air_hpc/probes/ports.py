@@ -8,7 +8,10 @@ another port.
 
 from __future__ import annotations
 
+import hashlib
 import socket
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 
 from air_hpc.errors import EnvironmentFailure
@@ -41,25 +44,37 @@ def port_is_free(port: int, host: str = "") -> bool:
     return True
 
 
-def find_free_port(
-    start: int, host: str = "", *, ephemeral: tuple[int, int] | None = None, tries: int = 200
-) -> int:
-    """The first free port of a walk that `start` (a job id, say) begins.
-
-    Different starts begin far apart, so that jobs on one node seldom meet. Raises
-    EnvironmentFailure when none of `tries` ports is free.
-    """
+def usable_ports(ephemeral: tuple[int, int] | None = None) -> list[int]:
+    """The ports between LOWEST and HIGHEST that the kernel hands to nobody's connection."""
     low, high = ephemeral_range() if ephemeral is None else ephemeral
-    ports = [p for p in range(LOWEST, HIGHEST + 1) if not low <= p <= high]
-    if not ports:  # the kernel uses them all: stay below, where few services listen
-        ports = list(range(10_000, 20_000))
-    first = (start * 7919) % len(ports)
-    for offset in range(min(tries, len(ports))):
-        port = ports[(first + offset) % len(ports)]
-        if port_is_free(port, host):
-            return port
-    raise EnvironmentFailure(
-        f"no free port among {min(tries, len(ports))} from {ports[first]}",
-        tried=f"binding on {host or 'all addresses'}",
-        next_step="look at what listens on the node (ss -tln)",
+    # A kernel that uses them all leaves only what lies below, where few services listen.
+    return [p for p in range(LOWEST, HIGHEST + 1) if not low <= p <= high] or list(
+        range(10_000, LOWEST)
     )
+
+
+def spread(seed: str, ports: Sequence[int], step: int = 7919) -> Iterator[int]:
+    """All of `ports` once, from a place that `seed` gives: other seeds begin far apart."""
+    first = int.from_bytes(hashlib.sha256(seed.encode()).digest()[:8], "big") % len(ports)
+    while len(ports) % step == 0:
+        step += 2
+    return (ports[(first + index * step) % len(ports)] for index in range(len(ports)))
+
+
+def free_ports(
+    count: int, seed: str, *, host: str = "", ephemeral: tuple[int, int] | None = None
+) -> list[int]:
+    """Ports that are free now, found on a walk that `seed` begins (so that jobs seldom meet).
+
+    Raises EnvironmentFailure when fewer than `count` are.
+    """
+    ports = usable_ports(ephemeral)
+    walk = (port for port in spread(seed, ports) if port_is_free(port, host))
+    found = list(islice(walk, count))
+    if len(found) < count:
+        raise EnvironmentFailure(
+            f"no {count} free TCP ports among {len(ports)} from {ports[0]} on this node",
+            tried=f"binding on {host or 'all addresses'}",
+            next_step="look at what listens on the node (ss -tln)",
+        )
+    return found

@@ -17,19 +17,17 @@ from hypothesis import strategies as st
 
 from air_hpc.agent.channel import (
     CANDIDATE_PORTS,
-    PORT_HIGH,
-    PORT_LOW,
+    PORT_RANGE,
     AgentSocket,
     CoordinatorSocket,
     Message,
     Signer,
     candidate_ports,
-    free_ports,
-    port_is_free,
     to_coordinator,
     to_node,
 )
 from air_hpc.errors import EnvironmentFailure
+from air_hpc.probes.ports import free_ports
 from air_hpc.rundir.layout import create_run_dir
 
 KEY = b"k" * 32
@@ -136,21 +134,10 @@ class TestPorts:
         ports = candidate_ports(run_id, f"7.{restart}")
         assert ports == candidate_ports(run_id, f"7.{restart}")
         assert len(set(ports)) == CANDIDATE_PORTS
-        assert all(PORT_LOW <= port < PORT_HIGH for port in ports)
+        assert all(port in range(*PORT_RANGE) for port in ports)
 
     def test_another_start_takes_other_ports(self) -> None:
         assert candidate_ports("run", "7.0") != candidate_ports("run", "7.1")
-
-    def test_free_ports_skip_one_that_is_taken(self) -> None:
-        (port,) = free_ports(1, "seed")
-        with socket.create_server(("127.0.0.1", port)):
-            assert not port_is_free(port)
-            assert port not in free_ports(2, "seed")
-
-    def test_no_free_port_is_an_environment_failure(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("air_hpc.agent.channel.port_is_free", lambda port: False)
-        with pytest.raises(EnvironmentFailure, match="no 2 free TCP ports"):
-            free_ports(2, "seed")
 
 
 def free_candidates(count: int) -> list[int]:

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from air_hpc.errors import EnvironmentFailure
-from air_hpc.slurm import hostlist, jobs, records
+from air_hpc.slurm import jobs, records
 from air_hpc.slurm.records import Gres
 
 PRINTABLE = st.text(string.ascii_letters + string.digits + " =:,()[]'\"%", min_size=1, max_size=40)
@@ -58,12 +57,3 @@ def test_durations_are_minutes_rounded_up(text: str | None, expected: int | None
 )
 def test_gres_as_nodes_print_it(text: str, expected: tuple[Gres, ...]) -> None:
     assert records.parse_gres(text) == expected
-
-
-def test_hostlists_expand_and_fold() -> None:
-    assert hostlist.expand("n[1-3,7],gpu01") == ("gpu01", "n1", "n2", "n3", "n7")
-    assert hostlist.expand("(null)") == ()
-    assert hostlist.fold(["n3", "n1", "n2"]) == "n[1-3]"
-    assert hostlist.fold([]) == ""
-    with pytest.raises(EnvironmentFailure, match="not a hostlist"):
-        hostlist.expand("n[1-")

@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """From the first line of a requeued batch script to the first new step, on a real Slurm.
 
-    eval "$(tools/devcluster up)"; python tools/bench/restart.py [--nodes N] [--workers W] [--rounds R]
+    eval "$(tools/devcluster up)"
+    python tools/bench/restart.py [--nodes N] [--workers W] [--rounds R]
 
 A run trains, is requeued by hand, and resumes from the step that it saved on the way. The script's
 first line carries its time in whole seconds. The target is 15 s. Beside it stands what two bare

@@ -11,6 +11,7 @@ configs, code snapshot) a task, and the ask itself (sbatch and the ledgers) a ch
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import subprocess
 import sys
@@ -54,7 +55,7 @@ def ours(folder: Path, tasks: int) -> dict[str, float]:
     result = submit._finish(ready, checked.warnings, time.sleep)
     marks.append(time.perf_counter())
     cancel({run.job_id for run in result.runs if run.job_id})
-    compose_s, prepare_s, ask_s = (b - a for a, b in zip(marks, marks[1:], strict=False))
+    compose_s, prepare_s, ask_s = (b - a for a, b in itertools.pairwise(marks))
     return {
         "compose_ms_a_task": 1000 * compose_s / tasks,
         "prepare_ms_a_task": 1000 * prepare_s / tasks,
