@@ -84,10 +84,21 @@ class EnvironmentFailure(AirHpcError):
         super().__init__("; ".join(parts))
 
 
+_MOST_NAMED = 3
+
+
 def nearest(name: str, valid: Sequence[str]) -> str:
-    """A hint that names the nearest valid name, or an empty text when none is near."""
-    matches = difflib.get_close_matches(name, valid, n=1, cutoff=0.6)
-    return f"Did you mean {matches[0]}?" if matches else ""
+    """A hint that names the nearest valid name, or an empty text when none is near.
+
+    What was begun and not finished has several (h100: h100_nvl, h100_pcie, h100_sxm): up to three
+    are named, before any that merely looks alike (v100).
+    """
+    folded = {each.casefold(): each for each in valid}
+    begun = [each for text, each in folded.items() if name and text.startswith(name.casefold())]
+    if 0 < len(begun) <= _MOST_NAMED:
+        return f"Did you mean {' or '.join(filter(None, (', '.join(begun[:-1]), begun[-1])))}?"
+    matches = difflib.get_close_matches(name.casefold(), folded, n=1, cutoff=0.6)
+    return f"Did you mean {folded[matches[0]]}?" if matches else ""
 
 
 def raise_if_any(problems: Iterable[Problem]) -> None:

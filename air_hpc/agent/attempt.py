@@ -44,6 +44,7 @@ from air_hpc.agent.workers import worker_command, worker_environment
 from air_hpc.errors import BadInput
 from air_hpc.plan.frozen import FrozenRun, read_run_yaml
 from air_hpc.probes.ports import free_ports
+from air_hpc.rundir.atomic import is_shared
 from air_hpc.rundir.layout import RunDir, open_run_dir
 
 TICK_MS = 100
@@ -62,6 +63,8 @@ def run_agent(arguments: Sequence[str], signals: SignalPipe) -> int:
     if len(arguments) != 1:
         raise BadInput.single("run", " ".join(arguments), "the agent takes one run directory")
     run = open_run_dir(Path(arguments[0]))
+    # For what is written by others' code, torch's shards among it.
+    os.umask(0o007 if is_shared(run.path) else 0o077)
     frozen = read_run_yaml(run.run_yaml.read_text())
     context = read_job_context(os.environ)
     if context.is_coordinator:

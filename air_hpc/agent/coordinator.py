@@ -30,6 +30,7 @@ from air_hpc.plan.frozen import FrozenRun
 from air_hpc.recovery.decide import decide
 from air_hpc.recovery.evidence import Failure, GenerationEnd, WorkerEnd, first_failure
 from air_hpc.recovery.stop import Action, StopAgreement
+from air_hpc.rundir.atomic import make_dir
 from air_hpc.rundir.commit import (
     find_candidates,
     inheritable,
@@ -234,9 +235,9 @@ class Coordinator:
         self._phase = "running"
         self._stop = StopAgreement.among(self._members, self._spec.recovery.stop_timeout_s)
         first = self._members[self._places[0].node]
-        self._run.generation_dir(self.token.attempt, self.token.generation).mkdir(
-            parents=True, exist_ok=True, mode=0o700
-        )
+        log_dir = self._run.generation_dir(self.token.attempt, self.token.generation)
+        make_dir(log_dir.parent, exist_ok=True)
+        make_dir(log_dir, exist_ok=True)
         self._record(
             Kind.GENERATION_STARTED,
             world_size=self._plan.world_size,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from air_hpc.rundir.atomic import write_all
+from air_hpc.rundir.atomic import make_dir, open_file, write_all
 
 _LONGEST_LINE = 64 * 1024
 
@@ -26,8 +26,9 @@ class NodeLog:
         self._fd = -1
         self.lost_bytes = 0
         try:
-            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+            make_dir(path.parent.parent, exist_ok=True)
+            make_dir(path.parent, exist_ok=True)
+            self._fd = open_file(path, os.O_WRONLY | os.O_APPEND)
         except OSError:
             pass
 

@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Mapping
 
 from air_hpc.agent.starters import WorkerStart, kill_group, spawn_helper
+from air_hpc.rundir.atomic import make_dir, open_file
 from air_hpc.rundir.layout import RunDir
 
 
@@ -24,8 +25,8 @@ class Shipper:
         """Start it with its output in `attempts/<k>/shipper.log`; None when it cannot start."""
         try:
             folder = run.attempts_dir / str(attempt)
-            folder.mkdir(exist_ok=True, mode=0o700)
-            log = os.open(folder / "shipper.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+            make_dir(folder, exist_ok=True)
+            log = open_file(folder / "shipper.log", os.O_WRONLY | os.O_APPEND)
         except OSError:
             return None
         try:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
 
-from air_hpc.cli.texts import duration, number, ratio, scaled, size
+from air_hpc.cli.texts import duration, number, rate, ratio, size
 from air_hpc.errors import (
     EXIT_DO_NOT_RESTART,
     EXIT_ENVIRONMENT,
@@ -214,17 +214,18 @@ def _saved(event: Event) -> str:
 
 def figures(watch: Watch, steps: int | None) -> str:
     """Loss, rate, MFU and the time left, as far as they are known."""
-    loss, rate, mfu = watch.metric(LOSS), watch.metric(TOKENS_PER_S), watch.metric(MFU)
+    loss, tokens, mfu = watch.metric(LOSS), watch.metric(TOKENS_PER_S), watch.metric(MFU)
     parts = []
     if loss is not None:
         parts.append(f"loss {number(loss)}")
-    if rate is not None:
-        parts.append(f"{scaled(rate, 'tokens/s')}")
+    if tokens is not None:
+        parts.append(f"{rate(tokens)} tokens/s")
     if mfu is not None:
         parts.append(f"MFU {ratio(mfu)}")
     pace = watch.seconds_per_step()
-    if pace is not None and steps is not None and watch.last is not None:
-        parts.append(f"{duration(max(0, steps - watch.last.step) * pace)} left")
+    to_go = 0 if steps is None or watch.last is None else steps - watch.last.step
+    if pace is not None and to_go > 0:
+        parts.append(f"{duration(to_go * pace)} left")
     return "  ".join(parts)
 
 

@@ -101,6 +101,8 @@ def _dispatch(given: list[str]) -> int:
     if given in (["--help"], ["-h"], ["help"]):
         sys.stdout.write(overview())
         return EXIT_OK
+    if given[:1] == ["help"] and given[1:2] and given[1] in VERBS:
+        return _load(given[1]).main(["--help"])
     if given[:1] == ["--version"]:
         import air_hpc
 

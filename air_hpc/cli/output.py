@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _PIPE_WIDTH = 250
+_GAP = 2
+"""Between two columns of a table."""
+_READABLE = 30
+"""Characters that a wrapped text needs, to be read with ease."""
 
 
 def print_json(body: Any) -> None:
@@ -68,21 +72,33 @@ def console(*, stderr: bool = False) -> Console:
 def print_table(
     titles: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[str] = ()
 ) -> None:
-    """Print a plain table; columns named in `right` are aligned to the right, the last may wrap."""
+    """Print a plain table; columns named in `right` are aligned to the right, the last may wrap.
+
+    Where a narrow terminal leaves a last column of text no room to be read in, its texts stand each
+    on a line of its own below its row.
+    """
+    from rich.cells import cell_len
     from rich.table import Table
 
+    kept, printer = [list(row) for row in rows], console()
+    widths = [max(map(cell_len, column)) for column in zip(titles, *kept, strict=True)]
+    room = printer.width - sum(widths[:-1]) - _GAP * (len(widths) - 1)
+    below = titles[-1] not in right and room < min(widths[-1], _READABLE)
+    shown = len(titles) - below
     made = Table(box=None, pad_edge=False, header_style="bold")
-    for number, title in enumerate(titles):
+    for number, title in enumerate(titles[:shown]):
         last = number == len(titles) - 1
         justify: Any = "right" if title in right else "left"
         made.add_column(title, justify=justify, no_wrap=not last, overflow="fold")
-    for row in rows:
-        made.add_row(*row)
-    printer = console()
+    for row in kept:
+        made.add_row(*row[:shown])
     with printer.capture() as captured:
         printer.print(made)
-    for line in captured.get().splitlines():
+    # Without the column that wraps, every row is one line, and the titles are the first.
+    for number, line in enumerate(captured.get().splitlines()):
         say(line.rstrip())
+        if below and 0 < number <= len(kept) and kept[number - 1][-1]:
+            say(f"  {kept[number - 1][-1]}")
 
 
 def pairs(rows: Iterable[tuple[str, str]]) -> str:
@@ -154,7 +170,9 @@ def tell_warnings(problems: Iterable[Problem]) -> None:
 
 
 def _lines(problem: Problem) -> list[str]:
-    subject = f"{problem.key}={problem.value}: " if problem.key else ""
+    subject = ""
+    if problem.key:
+        subject = f"{problem.key}={problem.value}: " if problem.value else f"{problem.key}: "
     if not problem.key and problem.value:
         subject = f"{problem.value}: "
     lines = [f"{subject}{problem.message}"]

@@ -158,4 +158,4 @@ def show_sweep(tasks: Sequence[Task]) -> None:
         for task in tasks
     ]
     titles = ("RUN", "PARAMETERS", "MESH", "RANKS", "FLOP/TOKEN", "MEMORY/RANK", "TOKENS/STEP")
-    print_table(titles, rows, right=("PARAMETERS", "RANKS", "FLOP/TOKEN", "MEMORY/RANK"))
+    print_table(titles, rows, right=tuple(t for t in titles if t not in ("RUN", "MESH")))

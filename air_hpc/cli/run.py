@@ -12,9 +12,11 @@ from air_hpc.cli.composing import (
     OVERRIDES_HELP,
     Task,
     Tasks,
+    common_overrides,
     launch_tasks,
     make_tasks,
     print_config,
+    sweep_label,
 )
 from air_hpc.cli.dry_run import show_dry_run
 from air_hpc.cli.options import JSON, RUNS_DIR, Option, Parsed, option_lines, parse
@@ -130,8 +132,13 @@ def _follow(
     tell = note if as_json else say
     runs = [RunDir(run.run_dir) for run in result.runs]
     summaries, code = [], EXIT_OK
+    common = common_overrides(tasks)
     for number, (run, task) in enumerate(zip(runs, tasks, strict=True)):
-        place = f" ({number + 1} of {len(runs)})" if len(runs) > 1 else ""
+        place = ""
+        if len(runs) > 1:
+            place = f" ({number + 1} of {len(runs)}: {sweep_label(task, common)})"
+        if number > 0:
+            tell("")
         tell(f"Run {run.run_id}{place} in {run.path}")
         outcome = foreground.follow(
             run, task.spec.train.steps, others=runs[number + 1 :], on_stderr=as_json

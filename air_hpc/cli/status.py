@@ -7,7 +7,7 @@ from pathlib import Path
 
 from air_hpc.cli.options import JSON, RUNS_DIR, Option, option_lines, parse
 from air_hpc.cli.output import note, pairs, print_json, print_table, say
-from air_hpc.cli.texts import UNKNOWN, duration, number, or_dash, ratio
+from air_hpc.cli.texts import UNKNOWN, duration, number, or_dash, rate, ratio
 from air_hpc.errors import EXIT_OK
 from air_hpc.runs.find import default_runs_dir, find_runs, runs_of_sweep
 from air_hpc.runs.status import RunView, view_runs
@@ -99,7 +99,7 @@ def describe(view: RunView) -> str:
         ("job", view.jobs.last or ("this machine" if view.jobs.local else "not submitted")),
         ("nodes", where),
         ("loss", number(metrics.get("train/loss"))),
-        ("tokens/s", number(metrics.get("perf/tokens_per_second"))),
+        ("tokens/s", rate(metrics.get("perf/tokens_per_second"))),
         ("MFU", f"{ratio(metrics.get('perf/mfu'))} (causal convention)"),
         ("goodput", ratio(spent.goodput)),
         (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from air_hpc.cli.output import pairs, say
-from air_hpc.cli.texts import UNKNOWN, duration, number, ratio, scaled
+from air_hpc.cli.texts import UNKNOWN, duration, number, rate, ratio, scaled
 from air_hpc.rundir.words import RunState
 from air_hpc.runs.summary import Summary
 
@@ -28,7 +28,7 @@ def describe(summary: Summary) -> str:
         ),
         ("steps", _steps(summary)),
         ("loss", _loss(summary)),
-        ("tokens/s", scaled(summary.tokens_per_s, "")),
+        ("tokens/s", rate(summary.tokens_per_s)),
         ("MFU", _mfu(summary)),
         (
             "goodput",
@@ -60,8 +60,7 @@ def _loss(summary: Summary) -> str:
 
 def _mfu(summary: Summary) -> str:
     if summary.mfu_causal is None:
-        missing = "the device's peak is not known" if summary.peak is None else "not measured"
-        return f"{UNKNOWN} ({missing})"
+        return f"{UNKNOWN} ({_no_mfu(summary)})"
     text = f"{ratio(summary.mfu_causal)} causal, {ratio(summary.mfu_palm)} palm"
     if summary.peak is not None:
         peak = summary.peak
@@ -69,7 +68,18 @@ def _mfu(summary: Summary) -> str:
     return text
 
 
+def _no_mfu(summary: Summary) -> str:
+    if summary.peak is None:
+        return "the device's peak is not known"
+    if summary.tokens_per_s is None:
+        return "not measured"
+    peak = scaled(summary.peak.flops_per_device, "FLOP/s")
+    return f"the rate is above the {summary.peak.source} peak of {peak}, so one of them is wrong"
+
+
 def _mlflow(summary: Summary) -> str:
-    if summary.mlflow_command is not None:
+    if summary.mlflow_command is not None and summary.view.status.mlflow_run_id is not None:
         return summary.mlflow_command
+    if summary.tracking_uri is not None:
+        return f"nothing was sent; to send it: python -m air_hpc sync {summary.view.run.path}"
     return f"no store yet: python -m air_hpc sync {summary.view.run.path} --uri URI"

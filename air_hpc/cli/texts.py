@@ -46,6 +46,13 @@ def scaled(count: float | None, unit: str) -> str:
     raise AssertionError("the last prefix takes everything")
 
 
+def rate(per_s: float | None) -> str:
+    """How many a second, in full: `382`, `12,345`; a slow one keeps three digits."""
+    if per_s is None:
+        return UNKNOWN
+    return f"{per_s:.3g}" if abs(per_s) < 100 else f"{per_s:,.0f}"
+
+
 def ratio(value: float | None) -> str:
     """A share in percent; a small one keeps two digits."""
     if value is None:

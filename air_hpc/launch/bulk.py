@@ -12,12 +12,15 @@ import os
 from pathlib import Path
 
 from air_hpc.errors import EnvironmentFailure
+from air_hpc.rundir.atomic import open_file
 
 
-def write_new(path: Path, text: str, mode: int = 0o600) -> None:
+def write_new(path: Path, text: str, mode: int | None = None) -> None:
     """Write a new file; not durable before `flush`. Raises EnvironmentFailure."""
     try:
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+        with open(open_file(path, os.O_WRONLY | os.O_EXCL), "wb") as file:
+            if mode is not None:
+                os.fchmod(file.fileno(), mode)
             file.write(text.encode())
     except OSError as error:
         raise _failure(path, error) from None
@@ -26,7 +29,7 @@ def write_new(path: Path, text: str, mode: int = 0o600) -> None:
 def append(path: Path, line: str) -> None:
     """Append a line; not durable before `flush`. Raises EnvironmentFailure."""
     try:
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as file:
+        with open(open_file(path, os.O_WRONLY | os.O_APPEND), "ab") as file:
             file.write(line.encode() + b"\n")
     except OSError as error:
         raise _failure(path, error) from None

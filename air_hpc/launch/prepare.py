@@ -248,12 +248,11 @@ def _make_run(
         "code": None if stored is None else stored.digest,
         "commit": None if stored is None else stored.commit,
     }
-    mode = 0o640 if task.spec.launch.share_group else 0o600
-    bulk.write_new(run.submit_dir / "submission.json", json.dumps(pointer, indent=1) + "\n", mode)
+    bulk.write_new(run.submit_dir / "submission.json", json.dumps(pointer, indent=1) + "\n")
     if stored is not None:
         code.link(stored, run.code_dir)
     # Last: a directory without run.yaml is no run.
-    bulk.write_new(run.run_yaml, render_run_yaml(frozen), mode)
+    bulk.write_new(run.run_yaml, render_run_yaml(frozen))
 
 
 def discard(planned: Submission) -> None:

@@ -97,7 +97,7 @@ def body(spec: RunSpec, plan: Plan, place: ScriptPlace) -> str:
         run_dir=None if place.run_dir is None else str(place.run_dir),
         index=None if place.index is None else str(place.index),
         script=str(place.path),
-        umask="027" if spec.launch.share_group else "077",
+        umask="007" if spec.launch.share_group else "077",
         modules=cluster.modules,
         venv=cluster.venv,
         conda_env=cluster.conda_env,

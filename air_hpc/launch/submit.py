@@ -60,6 +60,10 @@ def submit(
     if not tasks:
         raise BadInput.single("tasks", "", "there is nothing to submit")
     checked = _checked(tasks, here)
+    if checked.tasks[0].spec.cluster.kind == "local":
+        from air_hpc.launch import local
+
+        local.require_torch(checked.tasks[0].spec.cluster)
     runs_dir = prepare.runs_dir_of(checked.tasks[0].spec, here)
     known = load(submission_dir(runs_dir, submission_id)) if submission_id else None
     if known is not None and known.fingerprint != prepare.fingerprint(checked.tasks):

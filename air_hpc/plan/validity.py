@@ -160,7 +160,8 @@ def _schedule(spec: RunSpec) -> Iterable[Problem]:
     warmup, steps = spec.schedule.warmup_steps, spec.train.steps
     if warmup >= steps:
         message = f"warm-up ({warmup} steps) leaves nothing of train.steps ({steps})"
-        yield Problem("schedule.warmup_steps", str(warmup), message, f"below {steps}")
+        hint = f"For so short a run add schedule.warmup_steps={steps // 10}"
+        yield Problem("schedule.warmup_steps", str(warmup), message, f"below {steps}", hint)
     elif spec.schedule.name == "wsd":
         decay = round(spec.schedule.decay_ratio * steps)
         if warmup + decay > steps:

@@ -146,7 +146,9 @@ def classify_generation(end: GenerationEnd, cause: Cause | None) -> tuple[Failur
     on one node and hangs another must not be tried again for ever.
     """
     if end.completed:
-        return FailureClass.COMPLETED, f"all {len(end.workers)} workers finished"
+        alone = len(end.workers) == 1
+        words = "the worker finished" if alone else f"all {len(end.workers)} workers finished"
+        return FailureClass.COMPLETED, words
     failure = first_failure(end.workers)
     silent = ", ".join(f"{node} (at step {step})" for node, step in sorted(end.silent.items()))
     what = failure.evidence if failure else f"no word from {silent}"

@@ -2,13 +2,18 @@
 
 A file is written aside in the same directory, fsynced, renamed over its name, and the directory is
 fsynced, so that neither the bytes nor the name can be lost once the call has returned.
+
+What is made is private (0600, 0700), unless it is made inside a directory that a run shares with a
+group (mode 2770): then the group can read and write it too, whatever the umask.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import shutil
+import stat
 from pathlib import Path
 
 ASIDE_PREFIX = ".aside-"
@@ -31,17 +36,45 @@ def write_all(fd: int, data: bytes) -> None:
         view = view[os.write(fd, view) :]
 
 
-def write_file(path: Path, data: bytes, mode: int = 0o600) -> None:
-    """Write a new file and make its bytes durable (its name is not: see `fsync_dir`)."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+def is_shared(folder: Path) -> bool:
+    """Whether what is made in `folder` is shared with its group."""
+    return bool(folder.stat().st_mode & stat.S_IWGRP)
+
+
+def open_file(path: Path, flags: int) -> int:
+    """os.open, making the file where it is not there: private, or shared as its folder is."""
+    fd = os.open(path, flags | os.O_CREAT, 0o600)
+    if is_shared(path.parent):
+        with contextlib.suppress(PermissionError):  # another member of the group made it
+            os.fchmod(fd, 0o660)
+    return fd
+
+
+def make_dir(path: Path, *, exist_ok: bool = False) -> None:
+    """mkdir: private, or shared as its folder is; raises FileExistsError unless `exist_ok`."""
     try:
+        path.mkdir(mode=0o700)
+    except FileExistsError:
+        if not exist_ok:
+            raise
+        return
+    if is_shared(path.parent):
+        path.chmod(0o2770)
+
+
+def write_file(path: Path, data: bytes, mode: int | None = None) -> None:
+    """Write a new file and make its bytes durable (its name is not: see `fsync_dir`)."""
+    fd = open_file(path, os.O_WRONLY | os.O_EXCL)
+    try:
+        if mode is not None:
+            os.fchmod(fd, mode)
         write_all(fd, data)
         os.fsync(fd)
     finally:
         os.close(fd)
 
 
-def write_atomic(path: Path, data: bytes, mode: int = 0o600) -> None:
+def write_atomic(path: Path, data: bytes, mode: int | None = None) -> None:
     """Replace `path` by `data`: a reader sees the old bytes or the new ones, never a mixture."""
     aside = path.with_name(f"{ASIDE_PREFIX}{path.name}-{secrets.token_hex(4)}")
     try:
@@ -53,10 +86,10 @@ def write_atomic(path: Path, data: bytes, mode: int = 0o600) -> None:
     fsync_dir(path.parent)
 
 
-def make_exclusive_dir(path: Path, mode: int = 0o700) -> bool:
+def make_exclusive_dir(path: Path) -> bool:
     """Create a directory; False when it is there already. The server decides, not a cache."""
     try:
-        path.mkdir(mode=mode)
+        make_dir(path)
     except FileExistsError:
         return False
     fsync_dir(path.parent)

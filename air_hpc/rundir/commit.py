@@ -36,6 +36,7 @@ from air_hpc.errors import AirHpcError
 from air_hpc.rundir.atomic import (
     ASIDE_PREFIX,
     fsync_dir,
+    make_dir,
     remove_tree,
     take_aside,
     write_atomic,
@@ -98,7 +99,7 @@ def begin_save(run: RunDir, token: Token, step: int) -> Path:
     path = run.checkpoints_dir / f".saving-step-{step}.{token}"
     if path.exists():
         remove_tree(path)
-    path.mkdir(mode=0o700)
+    make_dir(path)
     return path
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from air_hpc.rundir.atomic import fsync_dir, write_all
+from air_hpc.rundir.atomic import fsync_dir, open_file, write_all
 from air_hpc.rundir.fence import Token
 from air_hpc.rundir.layout import RunDir
 
@@ -114,7 +114,7 @@ class LedgerWriter:
         self._clock = clock
         self.writer = writer
         path = run.ledger_dir / f"{writer}.jsonl"
-        self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
+        self._fd = open_file(path, os.O_RDWR | os.O_APPEND)
         fsync_dir(run.ledger_dir)  # the name must not be lost either
         self._end_torn_line()
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from air_hpc.rundir.atomic import fsync_dir
+from air_hpc.rundir.atomic import fsync_dir, open_file
 from air_hpc.rundir.fence import Token
 from air_hpc.rundir.layout import RunDir
 
@@ -50,7 +50,7 @@ class SpoolWriter:
         """Open (create) the file; at most one write an `interval_s` unless flushed."""
         self._clock = clock
         self._interval_s = interval_s
-        self._fd = os.open(spool_path(run, token), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        self._fd = open_file(spool_path(run, token), os.O_WRONLY | os.O_APPEND)
         fsync_dir(run.metrics_dir)  # the name must not be lost either
         self._lines: list[str] = []
         self._unwritten = b""

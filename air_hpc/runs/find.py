@@ -79,7 +79,7 @@ def find_runs(runs_dir: Path, names: Sequence[str]) -> list[RunDir]:
 
 
 def runs_of_sweep(runs_dir: Path, sweep: str) -> list[RunDir]:
-    """The runs submitted under one sweep, by the sweep's id (or a piece that only one has).
+    """The runs submitted under one sweep, by its id, a piece that only one has, or `latest`.
 
     Raises BadInput when no sweep or several have it.
     """
@@ -88,6 +88,9 @@ def runs_of_sweep(runs_dir: Path, sweep: str) -> list[RunDir]:
         label = sweep_of(run)
         if label is not None:
             members.setdefault(label, []).append(run)
+    if sweep == LATEST and members:
+        every = [run for runs in members.values() for run in runs]
+        return members[sweep_of(_latest(every, runs_dir)) or ""]
     if sweep in members:
         return members[sweep]
     fitting = [label for label in members if sweep in label]

@@ -114,8 +114,11 @@ def run_once(
     except subprocess.TimeoutExpired:
         raise CommandTimeout(argv, timeout_s) from None
     except OSError as error:
+        why = error.strerror or str(error)
+        if isinstance(error, FileNotFoundError):
+            why = "no such command is installed here, or PATH does not lead to it"
         raise EnvironmentFailure(
-            f"{argv[0]} could not be started: {error.strerror or error}",
+            f"{argv[0]} could not be started: {why}",
             tried=" ".join(argv),
             next_step="load the site's Slurm module, or use cluster=local",
         ) from None

@@ -45,6 +45,15 @@ _MISTAKES = (
 """What a program raises when it is wrong: it will be wrong again."""
 
 
+_OF_TORCH_MODULES = (
+    ("air_hpc.checkpoint.saver", "SavesFail", FailureClass.STORAGE),
+    ("air_hpc.checkpoint.loader", "NoUsableCheckpoint", FailureClass.CHECKPOINT),
+    ("air_hpc.parallel.world", "RanksMissing", FailureClass.NETWORK),
+)
+"""Errors whose modules import torch. Named, not imported: torch itself may be what is missing, and
+an error can only be of a module that is loaded."""
+
+
 def main() -> int:
     """Train the run that the environment names; returns the exit code or leaves with it."""
     try:
@@ -169,16 +178,13 @@ def classify(error: BaseException) -> FailureClass:
 
     gloo and NCCL raise plain RuntimeErrors, known by their text only.
     """
-    from air_hpc.checkpoint.loader import NoUsableCheckpoint
-    from air_hpc.checkpoint.saver import SavesFail
-    from air_hpc.parallel.world import RanksMissing
-
+    for module, name, failure_class in _OF_TORCH_MODULES:
+        kind = getattr(sys.modules.get(module), name, None)
+        if kind is not None and isinstance(error, kind):
+            return failure_class
     by_type: list[tuple[type[BaseException], FailureClass]] = [
         (Fenced, FailureClass.FENCED),
-        (SavesFail, FailureClass.STORAGE),
-        (NoUsableCheckpoint, FailureClass.CHECKPOINT),
         (BadInput, FailureClass.USER_ERROR),
-        (RanksMissing, FailureClass.NETWORK),
         (EnvironmentFailure, FailureClass.ENVIRONMENT),
         (ConnectionError, FailureClass.NETWORK),
         (TimeoutError, FailureClass.NETWORK),

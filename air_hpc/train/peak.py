@@ -2,9 +2,10 @@
 
 A GPU has its data sheet's figure, if the name its driver reports is that of the accelerator the
 run was configured for; otherwise there is no peak and a line that says why. A CPU has none on
-paper: a large matmul with a worker's threads is measured once for each machine and kept in the
-runs folder. Where the workers of a node have more threads than the cores they may use together,
-each can have only its share of what one reached alone, and the peak is scaled by cores / threads.
+paper: the best that a large matmul with a worker's threads reached on this machine is kept in the
+runs folder, and a short measurement at each start may raise it. Where the workers of a node have
+more threads than the cores they may use together, each can have only its share of what one reached
+alone, and the peak is scaled by cores / threads.
 """
 
 from __future__ import annotations

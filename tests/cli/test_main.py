@@ -22,6 +22,11 @@ def test_every_verb_has_help_with_examples_that_fits_a_screen(
     assert max(map(len, told.out.splitlines())) <= 100
 
 
+def test_help_may_be_asked_for_like_a_verb(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["help", "plan"]) == 0
+    assert "usage: python -m air_hpc plan" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "pieces"),
     [
@@ -33,7 +38,9 @@ def test_every_verb_has_help_with_examples_that_fits_a_screen(
         (["plan", "train.steps=1,2"], ["several values", "Add -m"]),
         (["--cfg", "hydra"], ["no config of Hydra's own"]),
         (["logs", "a", "b"], ["logs takes one run"]),
-        (["cancel"], ["name the runs to cancel"]),
+        (["cancel"], ["run: name the runs to cancel"]),
+        (["plan", "accelerator=h100"], ["Did you mean h100_nvl, h100_pcie or h100_sxm?"]),
+        (["train.steps=10"], ["below 10", "add schedule.warmup_steps=1"]),
         (["status", "nothing"], ["no such run", "there are no runs here"]),
         (["--shell-completion", "install=fish"], ["install=bash"]),
     ],

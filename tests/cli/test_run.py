@@ -44,6 +44,17 @@ def test_a_dry_run_shows_config_plan_and_script_and_touches_nothing(tmp_path: Pa
     assert list(tmp_path.iterdir()) == []
 
 
+def test_without_torch_a_run_here_is_refused_with_what_to_install(tmp_path: Path) -> None:
+    # It once made three attempts, and none of them said why it ended.
+    code = "import sys; sys.modules['torch'] = None; from air_hpc.cli import main as m; "
+    code += "sys.exit(m.main())"
+    done = air_hpc("train.steps=30", cwd=tmp_path, program=("-c", code))
+    assert done.returncode == 1
+    assert "torch" in done.stderr
+    assert "[train" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_there_is_nothing_to_resume(tmp_path: Path) -> None:
     done = air_hpc("--resume", "sweep-1", cwd=tmp_path)
     assert (done.returncode, "no such submission" in done.stderr) == (2, True)
@@ -70,6 +81,7 @@ def test_a_sweep_on_this_machine_goes_run_by_run_and_prints_one_object(tmp_path:
         assert run["first_loss"] > 0
         assert run["checkpoints"] == [2, 4]
         assert run["attempts"] == 1
+    assert "(2 of 2: train.seed=2)" in done.stderr
     assert "Training begins with step 1." in done.stderr
     assert "Saved step 4" in done.stderr
     started = [run["started"] for run in body["runs"]]

@@ -1,6 +1,7 @@
 import pytest
 
-from air_hpc.cli.texts import duration, ratio, scaled, size
+from air_hpc.cli.output import print_table
+from air_hpc.cli.texts import duration, rate, ratio, scaled, size
 
 
 @pytest.mark.parametrize(
@@ -27,3 +28,27 @@ def test_sizes_rates_and_shares() -> None:
     assert ratio(0.00031) == "0.031 %"
     assert ratio(0.0) == "0.0 %"
     assert ratio(None) == "unknown"
+
+
+def test_rates_are_written_in_full() -> None:
+    assert (rate(0.51234), rate(382.9), rate(123456.7)) == ("0.512", "383", "123,457")
+    assert rate(None) == "unknown"
+
+
+@pytest.mark.parametrize(
+    ("columns", "expected"),
+    [
+        ("100", ["RUN   STATE    WHY", f"run1  FAILED   {'because ' * 9}because", "run2  PENDING"]),
+        ("30", ["RUN   STATE", "run1  FAILED", f"  {'because ' * 9}because", "run2  PENDING"]),
+    ],
+)
+def test_a_long_text_that_has_no_room_in_its_column_stands_below_its_row(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    columns: str,
+    expected: list[str],
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    rows = [("run1", "FAILED", "because " * 9 + "because"), ("run2", "PENDING", "")]
+    print_table(("RUN", "STATE", "WHY"), rows)
+    assert capsys.readouterr().out.splitlines() == expected

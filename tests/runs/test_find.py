@@ -70,5 +70,6 @@ def test_a_run_named_twice_counts_once(runs_dir: Path) -> None:
 
 def test_the_runs_of_a_sweep(runs_dir: Path) -> None:
     assert [run.run_id[-6:] for run in runs_of_sweep(runs_dir, "sweep-1")] == ["aaa111", "bbb222"]
+    assert runs_of_sweep(runs_dir, "latest") == runs_of_sweep(runs_dir, "sweep-1")
     with pytest.raises(BadInput, match="no such sweep"):
         runs_of_sweep(runs_dir, "sweep-2")

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import errno
+import subprocess
+import sys
 
 import pytest
 
@@ -52,3 +54,15 @@ def test_a_torch_outside_the_tested_range_is_said() -> None:
     assert torch_warning("2.13.4") is None
     for version in ("2.1.3", "2.130.0", "2.14.0a0+git1", "3.0.0"):
         assert version in (torch_warning(version) or "")
+
+
+def test_a_missing_torch_is_told_as_the_environments_fault() -> None:
+    # The classifier once imported torch itself, so the worker left "without a word".
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from air_hpc.train.main import _import_torch, classify\n"
+        "try: _import_torch()\n"
+        "except Exception as error: print(classify(error).value, error)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith(f"{FailureClass.ENVIRONMENT.value} torch cannot be imported")
