@@ -31,12 +31,7 @@ from air_hpc.recovery.decide import decide
 from air_hpc.recovery.evidence import Failure, GenerationEnd, WorkerEnd, first_failure
 from air_hpc.recovery.stop import Action, StopAgreement
 from air_hpc.rundir.atomic import make_dir
-from air_hpc.rundir.commit import (
-    find_candidates,
-    inheritable,
-    mark_bad,
-    sweep_leftovers,
-)
+from air_hpc.rundir.commit import find_candidates, inheritable, mark_bad
 from air_hpc.rundir.events import Kind, LedgerWriter, read_ledger
 from air_hpc.rundir.fence import (
     Fenced,
@@ -46,6 +41,7 @@ from air_hpc.rundir.fence import (
     require_newest,
 )
 from air_hpc.rundir.layout import RunDir
+from air_hpc.rundir.retention import sweep_leftovers
 from air_hpc.rundir.state import End, RunStatus, fold
 from air_hpc.rundir.words import FailureClass, RunState, Verdict
 from air_hpc.session.messages import Message as WorkerMessage

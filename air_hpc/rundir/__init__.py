@@ -6,7 +6,8 @@
     events   the ledger's lines, written and read
     words    failure classes, verdicts, run states
     state    the fold of the ledger: what state a run is in, and where its time went
-    commit   checkpoints: saved aside, committed by one rename, verified, retained
+    commit   checkpoints: saved aside, committed by one rename, verified
+    retention which checkpoints stay
     spool    metrics on their way to MLflow
 
 All of it survives a kill -9 at any instruction. The file system is NFS or Lustre: names that were

@@ -1,4 +1,4 @@
-"""The commit protocol of checkpoints: saved aside, committed by one rename, verified, retained.
+"""The commit protocol of checkpoints: saved aside, committed by one rename, verified.
 
 A save goes through these steps, and a crash after any of them leaves the newest committed
 checkpoint as it was or commits the new one whole:
@@ -50,7 +50,7 @@ MANIFEST = "manifest.json"
 COMMITTED = "COMMITTED"
 BAD = "BAD"
 _STEP = re.compile(r"step-(\d+)")
-_SAVING = re.compile(r"\.saving-step-(\d+)\.(\d+\.\d+)")
+SAVING_NAME = re.compile(r"\.saving-step-(\d+)\.(\d+\.\d+)")
 
 
 class CheckpointInvalid(AirHpcError):
@@ -165,16 +165,16 @@ def _rename_into_place(run: RunDir, token: Token, saving: Path, target: Path) ->
             standing = read_checkpoint(target)
             if standing.token > token:
                 raise Fenced(f"{target.name} was committed by the newer token {standing.token}")
-            if not is_bad(target) and _counts(run, standing):
+            if not is_bad(target) and counts(run, standing):
                 verify_sizes(standing)
                 remove_tree(saving)
                 return standing
         require_newest(run, token)
-        _remove_unless_newer(target, token)
+        remove_unless_newer(target, token)
     raise OSError(errno.ENOTEMPTY, "cannot replace", str(target))
 
 
-def _remove_unless_newer(path: Path, token: Token) -> None:
+def remove_unless_newer(path: Path, token: Token) -> None:
     """Remove a checkpoint; raises Fenced, and puts it back, when a newer token committed it.
 
     Whoever judged the folder may have been stopped for minutes since; what stands there now can be
@@ -333,12 +333,12 @@ def find_candidates(run: RunDir) -> Candidates:
     """
     usable: list[Checkpoint] = []
     rejected: list[tuple[int, str]] = []
-    for step, path in sorted(_step_dirs(run), reverse=True):
+    for step, path in sorted(step_dirs(run), reverse=True):
         if is_bad(path):
             continue
         try:
             checkpoint = read_checkpoint(path)
-            if not _counts(run, checkpoint):
+            if not counts(run, checkpoint):
                 continue
             if checkpoint.step != step:
                 raise CheckpointInvalid(f"{path.name}: its manifest is of step {checkpoint.step}")
@@ -354,7 +354,8 @@ def committed_steps(run: RunDir) -> list[int]:
     return [checkpoint.step for checkpoint in find_candidates(run).usable]
 
 
-def _step_dirs(run: RunDir) -> list[tuple[int, Path]]:
+def step_dirs(run: RunDir) -> list[tuple[int, Path]]:
+    """Every directory that is named as a checkpoint, with its step, in no order."""
     found = []
     for path in run.checkpoints_dir.iterdir():
         match = _STEP.fullmatch(path.name)
@@ -363,7 +364,7 @@ def _step_dirs(run: RunDir) -> list[tuple[int, Path]]:
     return found
 
 
-def _counts(run: RunDir, checkpoint: Checkpoint) -> bool:
+def counts(run: RunDir, checkpoint: Checkpoint) -> bool:
     """Whether the token of a checkpoint was the newest when it was committed (see `fence`)."""
     inherited = newest_inherited(run)
     if inherited is None:
@@ -376,74 +377,3 @@ def _counts(run: RunDir, checkpoint: Checkpoint) -> bool:
 def inheritable(candidates: Iterable[Checkpoint]) -> dict[int, str]:
     """What a new generation writes down as accepted: {step: digest of the manifest}."""
     return {checkpoint.step: checkpoint.manifest_sha256 for checkpoint in candidates}
-
-
-def steps_to_retire(
-    steps: Iterable[int], *, keep_last: int, keep_every_steps: int | None, verified: int | None
-) -> list[int]:
-    """Which of the usable `steps` retention removes: never the newest, never the verified one."""
-    ordered = sorted(steps, reverse=True)
-    kept = set(ordered[: max(1, keep_last)])
-    if keep_every_steps:
-        kept |= {step for step in ordered if step % keep_every_steps == 0}
-    if verified is not None:
-        kept.add(verified)
-    return [step for step in ordered if step not in kept]
-
-
-def retire(
-    run: RunDir,
-    token: Token,
-    *,
-    keep_last: int,
-    keep_every_steps: int | None = None,
-    verified: int | None = None,
-) -> list[int]:
-    """Remove checkpoints that retention no longer keeps; returns their steps.
-
-    `verified` is the newest step whose digests were checked by reading (the one resumed from): it
-    stays although newer ones exist, since those were only written. Bad ones, and late ones of
-    fenced writers, go too when they are older than every kept checkpoint. Raises Fenced when this
-    token is no longer the newest.
-    """
-    require_newest(run, token)
-    fsync_dir(run.checkpoints_dir)  # the names of those that stay, before any other goes
-    usable = committed_steps(run)
-    doomed = steps_to_retire(
-        usable, keep_last=keep_last, keep_every_steps=keep_every_steps, verified=verified
-    )
-    oldest_kept = min(set(usable) - set(doomed), default=None)
-    if oldest_kept is not None:
-        doomed += [
-            step
-            for step, path in _step_dirs(run)
-            if step < oldest_kept and step not in usable and _is_refuse(run, path)
-        ]
-    for step in doomed:
-        _remove_unless_newer(checkpoint_path(run, step), token)
-    return sorted(doomed)
-
-
-def _is_refuse(run: RunDir, path: Path) -> bool:
-    """Whether a checkpoint is marked bad or void; one that cannot be read now is neither."""
-    if is_bad(path):
-        return True
-    with contextlib.suppress(CheckpointInvalid):
-        return not _counts(run, read_checkpoint(path))
-    return False
-
-
-def sweep_leftovers(run: RunDir, token: Token) -> list[str]:
-    """Remove unfinished saves of older tokens and half-removed folders; returns their names.
-
-    An older writer that is still at work finds its folder gone: it can commit nothing.
-    """
-    require_newest(run, token)
-    removed = []
-    for path in run.checkpoints_dir.iterdir():
-        match = _SAVING.fullmatch(path.name)
-        stale = match is not None and Token.parse(match[2]) < token
-        if stale or (path.name.startswith(ASIDE_PREFIX) and path.is_dir()):
-            removed.append(path.name)
-            remove_tree(path)
-    return sorted(removed)

@@ -43,10 +43,10 @@ from air_hpc.rundir.commit import (
     commit_save,
     find_candidates,
     inheritable,
-    retire,
 )
 from air_hpc.rundir.fence import Fenced, Token, claim_next_attempt, record_inherited
 from air_hpc.rundir.layout import RunDir
+from air_hpc.rundir.retention import retire
 from air_hpc.rundir.spool import SpoolWriter
 from air_hpc.session.messages import Message, encode
 from air_hpc.session.page import NONE, PHASES, Page, Word
@@ -304,7 +304,7 @@ class Session:
     def retire(
         self, *, keep_last: int, keep_every_steps: int | None, verified: int | None
     ) -> list[int]:
-        """Apply retention (rank 0 calls); see `rundir.commit.retire`."""
+        """Apply retention (rank 0 calls); see `rundir.retention.retire`."""
         self.require_lease()
         return retire(
             self.run,

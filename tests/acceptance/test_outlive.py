@@ -11,6 +11,7 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
+from mlflow import MlflowClient
 
 from air_hpc.rundir.layout import RunDir, list_runs
 from air_hpc.rundir.words import FailureClass
@@ -69,7 +70,7 @@ def cluster_start(cluster: DevCluster, job: str) -> float:
 
 
 def test_each_of_four_disturbed_runs_finishes_as_if_undisturbed(
-    devcluster: DevCluster, runs_dir: Path, reference: dict[int, float]
+    devcluster: DevCluster, tmp_path: Path, runs_dir: Path, reference: dict[int, float]
 ) -> None:
     labels = ("a", "b", "c", "d")
     array = submit_array(devcluster, runs_dir, *labels)
@@ -115,3 +116,25 @@ def test_each_of_four_disturbed_runs_finishes_as_if_undisturbed(
         "limited": FailureClass.TIME_LIMIT,
         "requeued": FailureClass.REQUEUED,
     }
+    assert_mlflow_has_each_step_once(devcluster, runs, tmp_path, reference)
+
+
+def assert_mlflow_has_each_step_once(
+    cluster: DevCluster, runs: list[RunDir], folder: Path, reference: dict[int, float]
+) -> None:
+    """One MLflow run for each run, FINISHED, with the losses that count, each step once."""
+    uri = f"sqlite:///{folder / 'mlflow.db'}"
+    air_hpc("sync", *[str(run.path) for run in runs], "--uri", uri, "--json", cluster=cluster)
+    client = MlflowClient(uri)
+    (experiment,) = client.search_experiments(filter_string="name = 'air_hpc'")
+    found = {
+        each.data.tags["air_hpc.run_id"]: each
+        for each in client.search_runs([experiment.experiment_id])
+    }
+    assert sorted(found) == sorted(run.run_id for run in runs)
+    for each in found.values():
+        assert each.info.status == "FINISHED"
+        history = client.get_metric_history(each.info.run_id, "train/loss")
+        steps = [point.step for point in history]
+        assert sorted(steps) == sorted(reference), "a step is missing or doubled"
+        assert {point.step: point.value for point in history} == reference

@@ -27,15 +27,13 @@ from air_hpc.rundir.commit import (
     is_bad,
     mark_bad,
     read_checkpoint,
-    retire,
-    steps_to_retire,
-    sweep_leftovers,
     verify_file,
     verify_fully,
     verify_sizes,
 )
 from air_hpc.rundir.fence import Fenced, Token, claim_next_attempt, record_inherited
 from air_hpc.rundir.layout import RunDir
+from air_hpc.rundir.retention import retire, steps_to_retire, sweep_leftovers
 from tests.rundir.writers import SHARDS, attempt, newest, save, start
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from air_hpc.errors import EnvironmentFailure
 from air_hpc.rundir import commit
-from air_hpc.rundir.commit import find_candidates, inheritable, mark_bad, retire, sweep_leftovers
+from air_hpc.rundir.commit import find_candidates, inheritable, mark_bad
 from air_hpc.rundir.fence import (
     Fenced,
     Token,
@@ -28,6 +28,7 @@ from air_hpc.rundir.fence import (
     tokens,
 )
 from air_hpc.rundir.layout import RunDir, create_run_dir
+from air_hpc.rundir.retention import retire, sweep_leftovers
 from tests.interleave import interleave
 from tests.rundir.writers import SHARDS, attempt, content, newest, save
 

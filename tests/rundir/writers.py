@@ -12,12 +12,11 @@ from air_hpc.rundir.commit import (
     digest_file,
     find_candidates,
     inheritable,
-    retire,
-    sweep_leftovers,
     verify_fully,
 )
 from air_hpc.rundir.fence import Token, claim_next_attempt, record_inherited
 from air_hpc.rundir.layout import RunDir
+from air_hpc.rundir.retention import retire, sweep_leftovers
 
 SHARDS = ("model/layers/rank-0.bin", "optimizer/rank-0.bin", "counters.json")
 
