@@ -73,7 +73,7 @@ def test_a_run_outlives_the_process_that_started_it(tmp_path: Path) -> None:
     )
     answer, _ = submitter.communicate(timeout=60)
     (run,) = json.loads(answer)["runs"]
-    run_dir, pid = Path(run["run_dir"]), int(run["job_id"])
+    run_dir, pid = Path(run["run_dir"]), int(run["pid"])
     wait_until(lambda: seen(run_dir), "the agent")
     # What a closing terminal does to the submitter's session.
     assert os.getsid(pid) != submitter.pid
