@@ -46,6 +46,7 @@ from air_hpc.plan.frozen import FrozenRun, read_run_yaml
 from air_hpc.probes.ports import free_ports
 from air_hpc.rundir.atomic import is_shared
 from air_hpc.rundir.layout import RunDir, open_run_dir
+from air_hpc.slurm.hostlist import fold
 
 TICK_MS = 100
 SHIPPER_DRAIN_S = 60.0
@@ -69,7 +70,8 @@ def run_agent(arguments: Sequence[str], signals: SignalPipe) -> int:
     context = read_job_context(os.environ)
     if context.is_coordinator:
         code = Path(air_hpc.__file__).parent
-        say(f"run {run.run_id} on {len(context.nodes)} nodes, code from {code}")
+        nodes = "this machine" if context.scheduler == "local" else fold(context.nodes)
+        say(f"run {run.run_id} on {nodes}, code from {code}")
     while True:
         attempt = Attempt(context, run, frozen, signals)
         exit_code = attempt.execute()

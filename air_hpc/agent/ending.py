@@ -210,8 +210,10 @@ class Ending:
             committed_step=committed,
         )
         self._say(f"{failure_class}: {evidence}")
-        self._say(f"verdict: {decision.verdict} ({decision.reason})")
-        reason = f"{failure_class}: {decision.verdict}"
+        reason = "the run is complete"
+        if failure_class is not FailureClass.COMPLETED:
+            reason = f"{failure_class}: {decision.verdict} ({decision.reason})"
+            self._say(f"verdict: {decision.verdict} ({decision.reason})")
         if decision.verdict is not Verdict.STOP:
             return self._restart(failure_class, word, committed, reason)
         if failure_class is FailureClass.COMPLETED:

@@ -48,7 +48,7 @@ def problems_of(
         if len(member.devices) < devices_per_node:
             found.append(
                 f"{member.node} has {len(member.devices)} devices bound to the job, "
-                f"launch.devices_per_node asks for {devices_per_node}"
+                f"launch.devices_per_node asks for {devices_per_node} (accelerator=cpu needs none)"
             )
     kinds = _kinds(members)
     if len(kinds) > 1 and not allow_mixed:

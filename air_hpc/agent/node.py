@@ -25,6 +25,7 @@ FORWARDED = frozenset(
     {
         WorkerMessage.RESUMED,
         WorkerMessage.TRAINING_STARTED,
+        WorkerMessage.SAVE_BEGUN,
         WorkerMessage.COMMITTED,
         WorkerMessage.SAVE_FAILED,
         WorkerMessage.CHECKPOINT_BAD,

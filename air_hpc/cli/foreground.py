@@ -22,11 +22,11 @@ from air_hpc.errors import (
 )
 from air_hpc.rundir.events import Event, Kind
 from air_hpc.rundir.layout import RunDir
+from air_hpc.rundir.spool import LOSS, MFU, TOKENS_PER_S
 from air_hpc.rundir.state import RunStatus
 from air_hpc.rundir.words import FailureClass, RunState
 from air_hpc.runs.cancel import cancel_runs
 from air_hpc.runs.jobs import jobs_of
-from air_hpc.runs.progress import LOSS, MFU, TOKENS_PER_S
 from air_hpc.runs.status import RunView, view_run
 from air_hpc.runs.watch import Watch
 

@@ -12,6 +12,7 @@ import io
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Final, Protocol
 
 from air_hpc.errors import (
@@ -88,6 +89,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         tell_error(error, as_json=_wants_json(given))
         return error.exit_code
+    except ModuleNotFoundError as error:
+        return _missing_module(error, as_json=_wants_json(given))
     except Exception as error:
         return _unexpected(error, as_json=_wants_json(given))
 
@@ -140,6 +143,26 @@ def _load(name: str) -> Verb:
 
 def _wants_json(given: Sequence[str]) -> bool:
     return "--json" in given
+
+
+def _missing_module(error: ModuleNotFoundError, *, as_json: bool) -> int:
+    """A dependency is missing: most often the Python of another environment was called."""
+    from air_hpc.cli.output import tell_error
+    from air_hpc.errors import EnvironmentFailure
+
+    name = (error.name or "").partition(".")[0]
+    if name in ("", "air_hpc"):
+        return _unexpected(error, as_json=as_json)
+    beside = Path(__file__).resolve().parents[2] / ".venv" / "bin" / "activate"
+    there = beside if beside.is_file() else "its bin/activate"
+    failure = EnvironmentFailure(
+        f"air_hpc needs {name}, which this Python does not have",
+        tried=sys.executable,
+        next_step=f"use the environment that air_hpc was installed into (source {there}), or "
+        "install it for this one (in the project's folder: pip install '.[train,tracking]')",
+    )
+    tell_error(failure, as_json=as_json)
+    return EXIT_ENVIRONMENT
 
 
 def _unexpected(error: Exception, *, as_json: bool) -> int:

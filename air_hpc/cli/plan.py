@@ -136,7 +136,9 @@ def mfu_text(task: Task) -> str:
 def limits_text(task: Task) -> str:
     """The time limit, and how far ahead of it the run saves."""
     limit = task.spec.launch.time_limit_min
-    if task.spec.cluster.kind == "local":
+    if task.spec.cluster.kind == "local" and task.plan.nodes > 1:
+        return "this machine is one node; to start it: cluster=slurm"
+    if task.spec.cluster.kind == "local" and limit is None:
         return "none on this machine"
     told = "the site's default" if limit is None else f"{limit} min"
     return f"time {told}; told to save {duration(task.plan.lead_s)} ahead of it"

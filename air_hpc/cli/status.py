@@ -9,6 +9,7 @@ from air_hpc.cli.options import JSON, RUNS_DIR, Option, option_lines, parse
 from air_hpc.cli.output import note, pairs, print_json, print_table, say
 from air_hpc.cli.texts import UNKNOWN, duration, number, or_dash, rate, ratio
 from air_hpc.errors import EXIT_OK
+from air_hpc.rundir.spool import LOSS, MFU, TOKENS_PER_S
 from air_hpc.runs.find import default_runs_dir, find_runs, runs_of_sweep
 from air_hpc.runs.status import RunView, view_runs
 
@@ -65,7 +66,7 @@ def show_table(views: Sequence[RunView]) -> None:
     rows = []
     for view in views:
         metrics = view.progress.metrics if view.progress else {}
-        loss = metrics.get("train/loss")
+        loss = metrics.get(LOSS)
         rows.append(
             (
                 view.run.run_id,
@@ -98,9 +99,9 @@ def describe(view: RunView) -> str:
         ("attempt", _attempt(view)),
         ("job", view.jobs.last or ("this machine" if view.jobs.local else "not submitted")),
         ("nodes", where),
-        ("loss", number(metrics.get("train/loss"))),
-        ("tokens/s", rate(metrics.get("perf/tokens_per_second"))),
-        ("MFU", f"{ratio(metrics.get('perf/mfu'))} (causal convention)"),
+        ("loss", number(metrics.get(LOSS))),
+        ("tokens/s", rate(metrics.get(TOKENS_PER_S))),
+        ("MFU", f"{ratio(metrics.get(MFU))} (causal convention)"),
         ("goodput", ratio(spent.goodput)),
         (
             "time",

@@ -65,10 +65,11 @@ def inspect(cwd: Path, *, exclude: Path, max_bytes: int) -> tuple[WorkTree | Non
         staged = _git(root, "ls-files", "-z", "--stage")
         changed = _git(root, "status", "--porcelain", "--untracked-files=no", "-z")
     except _GitFailed as failure:
+        why = "" if "not a git repository" in str(failure) else f" ({failure})"
         problem = Problem(
             "code.snapshot",
             "repository",
-            f"{cwd} has no git work tree to copy ({failure})",
+            f"{cwd} is in no git work tree that could be copied{why}",
             hint="A queued job will run the files as they are when it starts",
             warning=True,
         )

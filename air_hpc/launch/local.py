@@ -9,7 +9,6 @@ sweep go one after another, for they would share the machine's devices.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import socket
 import subprocess
@@ -22,7 +21,6 @@ from typing import Any
 import psutil
 from submitit.local.local import LocalExecutor, LocalJob
 
-from air_hpc.config.spec import ClusterSpec
 from air_hpc.errors import BadInput, EnvironmentFailure, Problem
 from air_hpc.launch import quote, script
 from air_hpc.launch.prepare import run_dir
@@ -98,23 +96,6 @@ class LocalAgentExecutor(LocalExecutor):  # type: ignore[misc]
         job = self._submit_command(command)
         pid = int(job.job_id)
         return Started(pid, psutil.Process(pid).create_time())
-
-
-def require_torch(cluster: ClusterSpec) -> None:
-    """Refuse a run here that this Python could not train, before anything is made for it.
-
-    Another interpreter than this one (`cluster.python`, `cluster.venv`) is not asked: its worker
-    says what it lacks. Nothing is imported. Raises EnvironmentFailure.
-    """
-    python = script.interpreter(cluster)
-    if python == sys.executable and importlib.util.find_spec("torch") is None:
-        raise EnvironmentFailure(
-            "a run on this machine trains with torch, and it is not installed",
-            tried=python,
-            next_step="install the project with its extra `train` (pip install '.[train,tracking]' "
-            "in its folder; tools/demo does it), or set cluster.python or cluster.venv to an "
-            "environment that has torch",
-        )
 
 
 def start(ready: Submission, warnings: tuple[Problem, ...]) -> Result:

@@ -18,7 +18,7 @@ from typing import Any
 from air_hpc.config.freeze import canonical_hash, to_plain
 from air_hpc.config.spec import RunSpec
 from air_hpc.errors import BadInput, Problem
-from air_hpc.launch import bulk, code, identity, options, script
+from air_hpc.launch import bulk, code, identity, machine, options, script
 from air_hpc.launch import chunk as chunking
 from air_hpc.launch.submission import Ask, Chunk, Submission, save, submission_dir
 from air_hpc.plan.frozen import freeze_run, render_run_yaml
@@ -101,6 +101,8 @@ def check(
         add(options.problems(task.spec))
         add(script.problems(task.spec))
         add(place_problems(task.spec, cwd=cwd, environ=environ))
+        if task.spec.cluster.kind == "local":
+            add(machine.memory_problems(task.spec, task.plan))
         if snapshot is not None:
             add(limits.check(task.spec, task.plan, snapshot))
     work_tree = None
@@ -109,7 +111,8 @@ def check(
         work_tree, problems = code.inspect(
             cwd, exclude=runs_dir_of(first, cwd), max_bytes=first.code.max_bytes
         )
-        add(problems)
+        # Without a work tree nothing of the user's can change under a run that starts at once.
+        add(problems if work_tree is not None or first.cluster.kind in BATCH_KINDS else [])
     errors = [problem for problem in found if not problem.warning]
     if errors:
         raise BadInput(errors)

@@ -13,7 +13,8 @@ from air_hpc.launch.submission import Submission
 class Submitted:
     """One run as submitted. `job_id` is None while its part waits for room in the queue.
 
-    `job_id` is the array's for an element; `job_ids` are those of all links of a chain.
+    `job_id` is the array's for an element; `job_ids` are those of all links of a chain. A run
+    that was started without sbatch has none: `pid` is the process that started it.
     """
 
     run_id: str
@@ -21,6 +22,7 @@ class Submitted:
     job_id: str | None
     array_task: int | None
     job_ids: tuple[str, ...] = ()
+    pid: int | None = None
 
     @property
     def job(self) -> str | None:
@@ -45,6 +47,9 @@ def result_of(current: Submission, warnings: tuple[Problem, ...]) -> Result:
     runs = {}
     for number, part in enumerate(current.chunks):
         ids = tuple(a.job_id for a in current.asks if a.chunk == number and a.job_id is not None)
+        pid = None
+        if current.kind != "slurm":
+            pid, ids = (int(ids[0]) if ids else None), ()
         for index, run_id in enumerate(part.runs):
             runs[run_id] = Submitted(
                 run_id=run_id,
@@ -52,6 +57,7 @@ def result_of(current: Submission, warnings: tuple[Problem, ...]) -> Result:
                 job_id=ids[0] if ids else None,
                 array_task=index if part.array else None,
                 job_ids=ids,
+                pid=pid,
             )
     ordered = tuple(runs[run_id] for run_id in current.run_ids)
     return Result(current.id, ordered, warnings, current.complete)

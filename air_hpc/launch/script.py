@@ -55,7 +55,7 @@ def problems(spec: RunSpec) -> list[Problem]:
                 "cluster.template", cluster.template, "no such template", ", ".join(names), hint
             )
         )
-    elif "/" in cluster.template and not Path(cluster.template).is_file():
+    elif "/" in cluster.template and not Path(cluster.template).expanduser().is_file():
         found.append(Problem("cluster.template", cluster.template, "no such file"))
     for name, value in cluster.env.items():
         if not _ENV_NAME.fullmatch(name):
@@ -184,7 +184,7 @@ def _pyxis_args(spec: RunSpec) -> list[str]:
 
 def _mounts(spec: RunSpec) -> list[str]:
     """The runs folder at its own path (and a checkout's), then what the config asks for."""
-    own = [str(Path(spec.runs_dir).absolute())]
+    own = [str(Path(spec.runs_dir).expanduser().absolute())]
     checkout = package_dir()
     if checkout is not None:
         own.append(checkout)

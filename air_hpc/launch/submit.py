@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from air_hpc.errors import BadInput, EnvironmentFailure, Problem
-from air_hpc.launch import bulk, prepare
+from air_hpc.launch import bulk, machine, prepare
 from air_hpc.launch.executor import AgentExecutor
 from air_hpc.launch.prepare import Progress, Task
 from air_hpc.launch.result import Result, result_of
@@ -61,9 +61,7 @@ def submit(
         raise BadInput.single("tasks", "", "there is nothing to submit")
     checked = _checked(tasks, here)
     if checked.tasks[0].spec.cluster.kind == "local":
-        from air_hpc.launch import local
-
-        local.require_torch(checked.tasks[0].spec.cluster)
+        machine.require_torch(checked.tasks[0].spec.cluster)
     runs_dir = prepare.runs_dir_of(checked.tasks[0].spec, here)
     known = load(submission_dir(runs_dir, submission_id)) if submission_id else None
     if known is not None and known.fingerprint != prepare.fingerprint(checked.tasks):

@@ -25,13 +25,14 @@ Check = Callable[[RunSpec], Iterable[Problem]]
 class Rule:
     """A check and the keys (or sections) it reads.
 
-    `to_run`: it is about what this version and place can run, not about the config: somebody who
-    only plans is warned.
+    `to_run`: it is about what this version can run, not about the config: somebody who only plans
+    is warned. `here`: it is about the place, which a plan for another has nothing to do with.
     """
 
     reads: tuple[str, ...]
     check: Check
     to_run: bool = False
+    here: bool = False
 
 
 def check_spec(
@@ -39,11 +40,11 @@ def check_spec(
 ) -> list[Problem]:
     """Every problem across keys; checks that read an `unsure` key are left out.
 
-    Unless the spec is `to_run`, what only stops a run is a warning.
+    Unless the spec is `to_run`, what only stops a run is a warning, and the place does not matter.
     """
     problems: list[Problem] = []
     for rule in RULES:
-        if depends_on(rule.reads, unsure):
+        if depends_on(rule.reads, unsure) or (rule.here and not to_run):
             continue
         found = rule.check(spec)
         if rule.to_run and not to_run:
@@ -228,6 +229,13 @@ def _local_nodes(spec: RunSpec) -> Iterable[Problem]:
         )
 
 
+def _runs_dir(spec: RunSpec) -> Iterable[Problem]:
+    if not spec.runs_dir.strip():
+        yield Problem(
+            "runs_dir", spec.runs_dir, "is empty; from a variable that is not set?", "a folder"
+        )
+
+
 _STORE_SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks")
 
 
@@ -270,6 +278,7 @@ RULES: tuple[Rule, ...] = (
     Rule(("launch.time_limit_min", "launch.lead_s"), _time_limit),
     Rule(("recovery",), _heartbeat),
     Rule(("cluster",), _container),
-    Rule(("cluster", "launch.nodes"), _local_nodes, to_run=True),
+    Rule(("cluster", "launch.nodes"), _local_nodes, here=True),
+    Rule(("runs_dir",), _runs_dir),
     Rule(("tracking.uri", "cluster", "runs_dir"), _tracking),
 )

@@ -40,6 +40,8 @@ class Kind(StrEnum):
     """step, checkpoint, lost_steps: the workers loaded a checkpoint."""
     TRAINING_STARTED = "training_started"
     """step: the first step of this generation begins."""
+    CHECKPOINT_BEGUN = "checkpoint_begun"
+    """step: the ranks begin to write a checkpoint."""
     CHECKPOINT_COMMITTED = "checkpoint_committed"
     """step, bytes, blocking_s, duration_s, started (wall clock of the state saved)."""
     CHECKPOINT_FAILED = "checkpoint_failed"

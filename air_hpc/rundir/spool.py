@@ -3,6 +3,8 @@ token. Rank 0 appends; the shipper, `status` and the progress bar read.
 
 The writer buffers and writes at most once an interval, so that a step costs one append to a list.
 `flush` and `sync` come before every commit: a committed step has its metrics on disk.
+
+A metric has the name that MLflow shows. Those that the writer and a reader agree on stand here.
 """
 
 from __future__ import annotations
@@ -19,6 +21,12 @@ from pathlib import Path
 from air_hpc.rundir.atomic import fsync_dir, open_file
 from air_hpc.rundir.fence import Token
 from air_hpc.rundir.layout import RunDir
+
+LOSS = "train/loss"
+TOKENS_PER_S = "perf/tokens_per_second"
+MFU = "perf/mfu"
+"""By the causal convention (`plan.flops`)."""
+MFU_PALM = "perf/mfu_palm"
 
 
 @dataclass(frozen=True)

@@ -60,12 +60,13 @@ def find_run(runs_dir: Path, name: str) -> RunDir:
 
 
 def find_runs(runs_dir: Path, names: Sequence[str]) -> list[RunDir]:
-    """The runs that `names` mean, each once, in their order; every run of the folder for no name.
+    """The runs that `names` mean, each once, in their order; for no name every run of the folder,
+    the newest last.
 
     Raises BadInput with a problem for each name that means no run.
     """
     if not names:
-        return list_runs(runs_dir)
+        return sorted(list_runs(runs_dir), key=lambda run: (_made(run), run.run_id))
     found: dict[Path, RunDir] = {}
     problems: list[Problem] = []
     for name in names:

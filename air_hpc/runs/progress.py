@@ -12,11 +12,6 @@ from air_hpc.rundir.spool import Sample, read_spool, spool_files
 
 TAIL_BYTES = 16 * 1024
 
-LOSS = "train/loss"
-TOKENS_PER_S = "perf/tokens_per_second"
-MFU = "perf/mfu"
-MFU_PALM = "perf/mfu_palm"
-
 
 @dataclass(frozen=True)
 class Progress:

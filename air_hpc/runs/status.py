@@ -16,6 +16,7 @@ from typing import Any
 from air_hpc.errors import AirHpcError
 from air_hpc.rundir.events import Event, read_ledger
 from air_hpc.rundir.layout import RunDir
+from air_hpc.rundir.spool import LOSS, MFU, MFU_PALM, TOKENS_PER_S
 from air_hpc.rundir.state import RunStatus, fold
 from air_hpc.rundir.words import RunState
 from air_hpc.runs.jobs import RunJobs, jobs_of
@@ -92,11 +93,11 @@ class RunView:
             "time_s": {
                 name.removesuffix("_s"): value for name, value in asdict(status.time).items()
             },
-            "loss": metrics.get("train/loss"),
-            "tokens_per_second": metrics.get("perf/tokens_per_second"),
+            "loss": metrics.get(LOSS),
+            "tokens_per_second": metrics.get(TOKENS_PER_S),
             "mfu": {
-                "causal": metrics.get("perf/mfu"),
-                "palm": metrics.get("perf/mfu_palm"),
+                "causal": metrics.get(MFU),
+                "palm": metrics.get(MFU_PALM),
             },
             "rolled_back": [list(steps) for steps in status.rolled_back],
             "bad_steps": list(status.bad_steps),

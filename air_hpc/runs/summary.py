@@ -21,8 +21,7 @@ from air_hpc.plan.frozen import FrozenRun, read_run_yaml
 from air_hpc.rundir.commit import committed_steps
 from air_hpc.rundir.events import Kind, read_ledger
 from air_hpc.rundir.layout import RunDir
-from air_hpc.rundir.spool import Sample, effective_samples
-from air_hpc.runs.progress import LOSS, MFU, MFU_PALM, TOKENS_PER_S
+from air_hpc.rundir.spool import LOSS, MFU, MFU_PALM, TOKENS_PER_S, Sample, effective_samples
 from air_hpc.runs.status import RunView, view_run
 
 

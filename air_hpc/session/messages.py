@@ -23,6 +23,8 @@ class Message(StrEnum):
     """step, checkpoint (rank 0)."""
     TRAINING_STARTED = "training_started"
     """step (rank 0): the first step of this generation begins."""
+    SAVE_BEGUN = "save_begun"
+    """step (rank 0)."""
     COMMITTED = "committed"
     """step, bytes, blocking_s, duration_s, started (rank 0)."""
     SAVE_FAILED = "save_failed"

@@ -263,7 +263,9 @@ class Session:
         self.require_lease()
         if self._spool is not None:
             self._spool.flush()
-        return begin_save(self.run, self.token, step)
+        folder = begin_save(self.run, self.token, step)
+        self.note(Message.SAVE_BEGUN, step=step)
+        return folder
 
     def commit_save(
         self,

@@ -35,8 +35,6 @@ STATUS = {
 _UNTOLD = ("cluster.env", "cluster.setup", "tracking.uri")
 """Keys whose values may hold secrets."""
 
-LOSS = "train/loss"
-
 
 def short(value: object) -> str:
     """A value as a param or tag: one that is too long keeps its beginning."""

@@ -8,9 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from air_hpc.rundir.events import Event
 from air_hpc.rundir.fence import Token
 from air_hpc.rundir.layout import RunDir
-from air_hpc.rundir.spool import Sample, read_spool, spool_files, spool_path
+from air_hpc.rundir.spool import LOSS, Sample, read_spool, spool_files, spool_path
 from air_hpc.tracking.coverage import cut_of, difference, starts_from_events
-from air_hpc.tracking.describe import LOSS
 from air_hpc.tracking.position import Position
 from air_hpc.tracking.store import Row, Store
 

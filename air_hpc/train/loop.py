@@ -29,9 +29,10 @@ from air_hpc.parallel.world import World
 from air_hpc.parallel.wrap import Spread, WrapOptions, build_spread
 from air_hpc.plan.frozen import config_hash
 from air_hpc.plan.types import Plan
+from air_hpc.rundir.spool import LOSS, TOKENS_PER_S
 from air_hpc.session.session import Session
 from air_hpc.train.optimizer import build_optimizer, learning_rate, set_learning_rate
-from air_hpc.train.rates import TOKENS, StepMeter, rates
+from air_hpc.train.rates import StepMeter, rates
 from air_hpc.train.setup import attention_backends, open_batches, set_determinism
 
 SAY_INTERVAL_S = 10.0
@@ -122,7 +123,7 @@ class Trainer:
         meter.count()
         metrics: dict[str, float] = {}
         if logs:
-            metrics["train/loss"] = float(mean_over_data_ranks(loss, self.world))
+            metrics[LOSS] = float(mean_over_data_ranks(loss, self.world))
             metrics["train/lr"] = rate
             if norm is not None:
                 metrics["train/grad_norm"] = float(norm)
@@ -148,9 +149,9 @@ class Trainer:
         last = step == self.spec.train.steps
         if self.session.is_first and (last or now - self._said >= SAY_INTERVAL_S):
             self._said = now
-            rate = metrics.get(TOKENS)
+            rate = metrics.get(TOKENS_PER_S)
             speed = "" if rate is None else f", {rate:,.0f} tokens/s"
-            loss = metrics["train/loss"]
+            loss = metrics[LOSS]
             print(f"step {step} of {self.spec.train.steps}: loss {loss:.4f}{speed}", flush=True)
 
     def _forward_backward(self) -> torch.Tensor:

@@ -12,11 +12,9 @@ import time
 from collections.abc import Callable
 
 from air_hpc.plan.types import FlopsPerToken
+from air_hpc.rundir.spool import MFU, MFU_PALM, TOKENS_PER_S
 
 STEP_TIME = "perf/step_time_s"
-TOKENS = "perf/tokens_per_second"
-MFU = "perf/mfu"
-MFU_PALM = "perf/mfu_palm"
 MFU_INVALID = "perf/mfu_invalid"
 
 
@@ -50,7 +48,7 @@ def rates(
 ) -> dict[str, float]:
     """The `perf/` metrics of a step; `peak_flops` is of all devices of the run together."""
     tokens_per_second = tokens_per_step / step_time_s
-    metrics = {STEP_TIME: step_time_s, TOKENS: tokens_per_second}
+    metrics = {STEP_TIME: step_time_s, TOKENS_PER_S: tokens_per_second}
     if peak_flops is None:
         return metrics
     causal = tokens_per_second * flops_per_token.causal / peak_flops

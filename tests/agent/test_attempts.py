@@ -37,7 +37,7 @@ def run_with(tmp_path: Path) -> Callable[..., RunDir]:
             "launch.starter=fork",
             "checkpoint.interval_steps=100",
             "recovery.heartbeat_timeout_s=10",
-            "recovery.lease_s=7",
+            "recovery.lease_s=12",
             *overrides,
         )
 

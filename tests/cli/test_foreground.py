@@ -66,7 +66,7 @@ def test_following_a_run_that_has_ended_tells_its_story(
     assert lines == [
         "Training begins with step 1.",
         "Saved step 10 (1 B).",
-        "step 10/10  loss 0.5  0.0 s left",
+        "step 10/10  loss 0.5",
     ]
 
 

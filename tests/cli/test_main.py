@@ -22,6 +22,15 @@ def test_every_verb_has_help_with_examples_that_fits_a_screen(
     assert max(map(len, told.out.splitlines())) <= 100
 
 
+def test_the_python_of_another_environment_is_told_what_it_lacks(tmp_path: Path) -> None:
+    code = "import sys; sys.modules['ClusterShell'] = None; from air_hpc.cli import main as m; "
+    done = air_hpc("status", cwd=tmp_path, program=("-c", f"{code}sys.exit(m.main())"))
+    assert done.returncode == 1
+    assert "air_hpc needs ClusterShell, which this Python does not have" in done.stderr
+    assert sys.executable in done.stderr
+    assert "bin/activate" in done.stderr
+
+
 def test_help_may_be_asked_for_like_a_verb(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["help", "plan"]) == 0
     assert "usage: python -m air_hpc plan" in capsys.readouterr().out

@@ -28,6 +28,18 @@ def test_the_text_says_what_is_unknown_and_both_conventions(tmp_path: Path) -> N
     assert "activations" in text
 
 
+def test_a_plan_for_many_nodes_is_made_on_one_machine_without_a_warning(tmp_path: Path) -> None:
+    done = air_hpc("plan", *BIG[1:], cwd=tmp_path)
+    assert done.returncode == 0
+    assert done.stderr == ""
+    assert "to start it: cluster=slurm" in done.stdout
+
+
+def test_a_limit_on_this_machine_is_told_as_it_is_kept(tmp_path: Path) -> None:
+    assert "none on this machine" in air_hpc("plan", cwd=tmp_path).stdout
+    assert "time 5 min" in air_hpc("plan", "launch.time_limit_min=5", cwd=tmp_path).stdout
+
+
 def test_a_sweep_is_one_line_or_one_object_a_run(tmp_path: Path) -> None:
     words = ["plan", "-m", "optimizer.lr=1e-3,3e-4", "train.seed=1,2"]
     text = air_hpc(*words, cwd=tmp_path).stdout

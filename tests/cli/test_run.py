@@ -55,6 +55,15 @@ def test_without_torch_a_run_here_is_refused_with_what_to_install(tmp_path: Path
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_model_that_this_machine_cannot_hold_is_refused(tmp_path: Path) -> None:
+    done = air_hpc("model=llama_405b", "cluster=local", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "optimizer state take" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+    plan = air_hpc("plan", "model=llama_405b", cwd=tmp_path)
+    assert plan.returncode == 0, "a plan is for another machine"
+
+
 def test_there_is_nothing_to_resume(tmp_path: Path) -> None:
     done = air_hpc("--resume", "sweep-1", cwd=tmp_path)
     assert (done.returncode, "no such submission" in done.stderr) == (2, True)

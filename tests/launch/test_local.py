@@ -61,7 +61,7 @@ def test_a_run_starts_here_with_the_same_surroundings_as_in_a_job(
     assert start["job"] == "none"
     assert start["environ"]["CUDA_VISIBLE_DEVICES"] == "1"
     (event,) = read_ledger(RunDir(run.run_dir)).events
-    assert event.facts["pid"] == int(run.job_id or 0)
+    assert event.facts["pid"] == int(run.pid or 0)
     assert event.facts["cluster"] == "local"
 
 
@@ -73,7 +73,7 @@ def test_a_run_outlives_the_process_that_started_it(tmp_path: Path) -> None:
     )
     answer, _ = submitter.communicate(timeout=60)
     (run,) = json.loads(answer)["runs"]
-    run_dir, pid = Path(run["run_dir"]), int(run["job_id"])
+    run_dir, pid = Path(run["run_dir"]), int(run["pid"])
     wait_until(lambda: seen(run_dir), "the agent")
     # What a closing terminal does to the submitter's session.
     assert os.getsid(pid) != submitter.pid
@@ -104,9 +104,9 @@ def test_a_signal_ends_the_present_run_and_those_not_yet_begun(tmp_path: Path) -
     made = making.tasks(tmp_path / "runs", 2, cluster=local("hold"))
     first, second = submitting.submit(made, cwd=tmp_path).runs
     wait_until(lambda: seen(first.run_dir), "the first agent")
-    os.kill(int(first.job_id or 0), signal.SIGTERM)
+    os.kill(int(first.pid or 0), signal.SIGTERM)
     wait_until(lambda: seen(first.run_dir, "signal"), "the agent's signal")
-    wait_until(lambda: not alive(int(first.job_id or 0)), "the end")
+    wait_until(lambda: not alive(int(first.pid or 0)), "the end")
     assert not seen(second.run_dir)
 
 

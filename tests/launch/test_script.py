@@ -5,6 +5,7 @@ from typing import Any
 import jinja2
 import pytest
 
+from air_hpc.config.spec import ContainerSpec
 from air_hpc.errors import BadInput
 from air_hpc.launch import script
 from tests.launch.making import spec, task
@@ -46,8 +47,6 @@ def test_bash_parses_every_form_of_the_script(cluster: dict[str, Any], array: bo
 
 @pytest.mark.parametrize("kind", ["apptainer", "pyxis"])
 def test_only_the_agents_are_in_a_container(kind: str) -> None:
-    from air_hpc.config.spec import ContainerSpec
-
     container = ContainerSpec(kind=kind, image="/img s/x.sif", mounts=("/data",))
     text = rendered(cluster={"container": container})
     assert parses(text)
@@ -108,6 +107,21 @@ def test_a_sites_own_template_may_include_ours(tmp_path: Path) -> None:
     text = rendered(cluster={"template": str(own)})
     assert text.startswith("# a site of our own\n")
     assert parses(text)
+
+
+def test_folders_of_the_users_home_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container was once given `<working directory>/~/runs` for `runs_dir=~/runs`."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "mine.sh.j2").write_text("{% include 'default.sh.j2' %}")
+    container = ContainerSpec(kind="apptainer", image="/x.sif")
+    made = spec("~/runs", cluster={"container": container, "template": "~/mine.sh.j2"})
+    assert script.problems(made) == []
+    place = script.ScriptPlace(tmp_path / "s.sh", "a run", run_dir=tmp_path / "runs" / "r")
+    text = script.body(made, task(made).plan, place)
+    assert f"--bind {tmp_path}/runs " in text
+    assert "~" not in text
 
 
 def test_a_misspelt_name_in_a_template_is_an_error(tmp_path: Path) -> None:

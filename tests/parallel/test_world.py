@@ -9,7 +9,7 @@ import pytest
 from air_hpc.errors import BadInput
 from air_hpc.parallel.world import RanksMissing, choose_device, require_supported, start_world
 from air_hpc.plan.types import Mesh
-from air_hpc.probes.ports import find_free_port
+from air_hpc.probes.ports import free_ports
 
 pytestmark = pytest.mark.torch
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.torch
 def test_ranks_that_do_not_come_are_missed_before_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once a failed rendezvous counted as a wrong environment, which is never tried again."""
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", str(find_free_port(os.getpid())))
+    monkeypatch.setenv("MASTER_PORT", str(free_ports(1, str(os.getpid()))[0]))
     with pytest.raises(RanksMissing, match="rank 0 of 2 could not join"):
         start_world(
             Mesh(dp_replicate=2), rank=0, local_rank=0, world_size=2, kind="cpu", timeout_s=1

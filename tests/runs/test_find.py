@@ -39,6 +39,7 @@ def test_a_run_is_found_by_its_path_from_anywhere(runs_dir: Path, tmp_path: Path
 def test_latest_is_the_run_that_was_made_last(runs_dir: Path) -> None:
     MadeRun(runs_dir, "aaa-made-last")
     assert find_run(runs_dir, "latest").run_id == "aaa-made-last"
+    assert find_runs(runs_dir, [])[-1].run_id == "aaa-made-last"
 
 
 def test_a_prefix_goes_before_a_piece_from_the_middle(runs_dir: Path) -> None:

@@ -20,7 +20,7 @@ from air_hpc.config.spec import RunSpec
 from air_hpc.plan.frozen import freeze_run, read_run_yaml, render_run_yaml
 from air_hpc.plan.types import Mesh
 from air_hpc.probes.matmul import device_name
-from air_hpc.probes.ports import find_free_port
+from air_hpc.probes.ports import free_ports
 from air_hpc.rundir.commit import committed_steps, read_checkpoint
 from air_hpc.rundir.events import Event, Kind
 from air_hpc.rundir.fence import Token
@@ -83,7 +83,7 @@ def started_worker(run: RunDir, resume_steps: tuple[int, ...] = ()) -> Iterator[
     )
     address = {
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(find_free_port(os.getpid())),
+        "MASTER_PORT": str(free_ports(1, str(os.getpid()))[0]),
         "OMP_NUM_THREADS": "1",
     }
     process = subprocess.Popen(
