@@ -47,7 +47,10 @@ def submit_one(cluster: DevCluster, runs_dir: Path, *more: str) -> RunDir:
     return list_runs(runs_dir)[-1]
 
 
-@pytest.mark.parametrize("which", [0, 1], ids=["first-node", "second-node"])
+@pytest.mark.parametrize(
+    "which",
+    [pytest.param(0, id="first-node"), pytest.param(1, id="second-node", marks=pytest.mark.full)],
+)
 def test_the_writers_of_an_isolated_node_commit_nothing_after_the_next_attempt(
     devcluster: DevCluster, tmp_path: Path, reference: dict[int, float], which: int
 ) -> None:

@@ -155,8 +155,11 @@ def check(attempt: Attempt, slurm: Path, links: int = 1) -> None:
 @pytest.mark.parametrize(
     ("number", "links", "first"),
     # Sweeps differ from one run only after the first of their run directories.
-    [(1, 1, 0), (3, 1, 40), (2, 2, 40)],
-    ids=["one run", "two arrays", "a chain"],
+    [
+        pytest.param(1, 1, 0, id="one run"),
+        pytest.param(3, 1, 40, id="two arrays", marks=pytest.mark.full),
+        pytest.param(2, 2, 40, id="a chain", marks=pytest.mark.full),
+    ],
 )
 def test_a_kill_at_any_write_and_a_retry_submit_once(
     number: int, links: int, first: int, tmp_path: Path, slurm: Path

@@ -79,7 +79,7 @@ class Site:
         return "".join(path.read_text() for path in sorted(folder.glob("*.log")))
 
 
-@pytest.fixture(params=["ordinary user", "root"])
+@pytest.fixture(params=["ordinary user", pytest.param("root", marks=pytest.mark.full)])
 def site(request: pytest.FixtureRequest, devcluster: DevCluster) -> Iterator[Site]:
     yield from made_site(devcluster, USER if request.param == "ordinary user" else None)
 
