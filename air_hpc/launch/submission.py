@@ -15,6 +15,7 @@ the scheduler, and is looked up by its job name before it is made again.
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
@@ -87,6 +88,11 @@ class Submission:
     def complete(self) -> bool:
         """Whether every ask has its answer."""
         return self.state == "ready" and all(a.state == AskState.ANSWERED for a in self.asks)
+
+    @property
+    def resume(self) -> str:
+        """The words that finish it, from any folder."""
+        return f"run --resume {self.id} --runs-dir {shlex.quote(self.runs_dir)}"
 
     def with_ask(self, index: int, **changes: Any) -> Submission:
         """The record with one ask changed."""

@@ -169,14 +169,14 @@ def _finish(
                     f"the queue takes no more of your jobs now ({failure.stderr.strip()}); "
                     f"nothing of {current.id} is submitted yet",
                     tried=failure.tried,
-                    next_step=f"once some have ended: run --resume {current.id}",
+                    next_step=f"once some have ended: {current.resume}",
                 ) from None
             found.append(
                 Problem(
                     "launch",
                     current.id,
                     f"the queue takes no more of your jobs now ({failure.stderr.strip()})",
-                    hint=f"Submit the rest later: run --resume {current.id}",
+                    hint=f"Submit the rest later: {current.resume}",
                     warning=True,
                 )
             )
@@ -219,7 +219,7 @@ def _make_ask(current: Submission, index: int, sleep: Callable[[float], None]) -
     raise EnvironmentFailure(
         f"sbatch gave no answer {TRIES} times for {ask.name}",
         tried=str(last),
-        next_step=f"run --resume {current.id} later: it looks the job up before it submits again",
+        next_step=f"{current.resume} later: it looks the job up before it submits again",
     )
 
 
