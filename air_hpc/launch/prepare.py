@@ -172,9 +172,9 @@ def prepare(
 ) -> Submission:
     """Make the run directories, the code snapshot, scripts and indexes: the submission is ready.
 
-    Raises EnvironmentFailure when the runs folder cannot be written.
+    The record of `planned` is saved already. Raises EnvironmentFailure when the runs folder cannot
+    be written.
     """
-    save(planned)
     runs_dir = Path(planned.runs_dir)
     stored = None
     if checked.work_tree is not None:
