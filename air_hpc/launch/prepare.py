@@ -6,6 +6,7 @@ what the jobs need, and only when all of it is there is the submission `ready`.
 
 from __future__ import annotations
 
+import grp
 import json
 import os
 import shutil
@@ -79,6 +80,12 @@ def place_problems(
     found = [*runs_dir_problems(runs_dir_of(spec, cwd)), *_name_problems(spec, cwd)]
     if spec.cluster.kind == "allocation":
         found += _allocation_problems(spec, environ)
+    group = spec.launch.share_group
+    if group is not None:
+        try:
+            grp.getgrnam(group)
+        except LookupError:
+            found.append(Problem("launch.share_group", group, "no such group"))
     return found
 
 

@@ -36,3 +36,11 @@ def test_an_odd_folder_is_refused_before_anything_is_made(tmp_path: Path) -> Non
     with pytest.raises(BadInput, match="working directory"):
         submit(tasks(tmp_path / "runs", cluster={"kind": "allocation"}), cwd=odd)
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_group_that_does_not_exist_is_told_with_everything_else(tmp_path: Path) -> None:
+    """Once it was found only when the first run directory was made."""
+    made = spec(tmp_path / "a\nb", share_group="no-such-group")
+    found = place_problems(made, cwd=tmp_path, environ={})
+    assert [problem.key for problem in found] == ["runs_dir", "launch.share_group"]
+    assert place_problems(spec(tmp_path, share_group="root"), cwd=tmp_path, environ={}) == []
