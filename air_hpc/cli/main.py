@@ -85,14 +85,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write("Interrupted.\n")
         return EXIT_INTERRUPTED
     except AirHpcError as error:
-        from air_hpc.cli.output import tell_error
-
-        tell_error(error, as_json=_wants_json(given))
-        return error.exit_code
+        return _told(error, as_json=_wants_json(given))
     except ModuleNotFoundError as error:
         return _missing_module(error, as_json=_wants_json(given))
     except Exception as error:
+        plain = _plainly(error)
+        if plain is not None:
+            return _told(plain, as_json=_wants_json(given))
         return _unexpected(error, as_json=_wants_json(given))
+
+
+def _told(error: AirHpcError, *, as_json: bool) -> int:
+    from air_hpc.cli.output import tell_error
+
+    tell_error(error, as_json=as_json)
+    return error.exit_code
+
+
+def _plainly(error: Exception) -> AirHpcError | None:
+    """What any path, wherever it is looked at, may fail with, in plain words; else None."""
+    from air_hpc.errors import EnvironmentFailure
+
+    if isinstance(error, RuntimeError) and "home directory" in str(error):
+        return BadInput.single("", "~", "a folder begins with ~ and the name of no user here")
+    if isinstance(error, FileNotFoundError) and error.filename is None:
+        try:
+            os.getcwd()
+        except FileNotFoundError:
+            return EnvironmentFailure(
+                "the folder that this shell is in has been removed", next_step="cd to another one"
+            )
+    return None
 
 
 def _flushed(code: int) -> int:

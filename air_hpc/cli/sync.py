@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,10 +15,12 @@ from air_hpc.errors import EXIT_ENVIRONMENT, EXIT_OK
 from air_hpc.rundir.layout import RunDir
 from air_hpc.rundir.words import RunState
 from air_hpc.runs.find import default_runs_dir, find_runs
-from air_hpc.runs.status import view_run
+from air_hpc.runs.status import view_runs
 
 if TYPE_CHECKING:
     from air_hpc.tracking.sync import SyncedRun
+
+_ASK_SLURM_S = 60.0
 
 OPTIONS = (
     JSON,
@@ -66,7 +69,7 @@ def main(arguments: Sequence[str]) -> int:
             uri=parsed.text("uri"),
             experiment=parsed.text("experiment"),
             follow=parsed.flag("follow"),
-            state_of=_state_of,
+            state_of=ScheduledStates(runs),
             on_run=None if as_json or not parsed.flag("follow") else _tell_progress,
             should_stop=stopped,
             say=note,
@@ -79,8 +82,28 @@ def main(arguments: Sequence[str]) -> int:
     return EXIT_ENVIRONMENT if summary.failed else EXIT_OK
 
 
-def _state_of(run: RunDir) -> RunState | None:
-    return view_run(run).status.state
+class ScheduledStates:
+    """What Slurm knows better than the ledgers, by one question for all runs.
+
+    The answer is kept for a minute: syncing many runs, over and over, must not load the scheduler.
+    """
+
+    def __init__(
+        self, runs: Sequence[RunDir], *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._runs = runs
+        self._clock = clock
+        self._asked: float | None = None
+        self._states: dict[Path, RunState] = {}
+
+    def __call__(self, run: RunDir) -> RunState | None:
+        """The run's state where it is not its ledger's own; None: the ledger's word is as good."""
+        now = self._clock()
+        if self._asked is None or now - self._asked >= _ASK_SLURM_S:
+            views = view_runs(self._runs)
+            self._asked = now
+            self._states = {v.run.path: v.status.state for v in views if v.source != "ledger"}
+        return self._states.get(run.path)
 
 
 @contextmanager

@@ -30,14 +30,22 @@ SCHEMA_VERSION = 1
 _NAMED = 5
 """How many of the largest files a problem names."""
 
+_PLAIN_DIFF = ("--no-ext-diff", "--no-textconv", "--no-color", "--src-prefix=a/", "--dst-prefix=b/")
+"""A patch that `git apply` takes, whatever the user's config of git says."""
+
 
 @dataclass(frozen=True)
 class WorkTree:
-    """What git says of a work tree: its files (relative, sorted), and where it stands."""
+    """What git says of a work tree: its files (relative, sorted), and where it stands.
+
+    `submodules` are the repositories inside it, added as submodules or not; `outward` the relative
+    links that lead out of it, and nowhere from a copy.
+    """
 
     root: Path
     files: tuple[str, ...]
     submodules: tuple[str, ...]
+    outward: tuple[str, ...]
     commit: str | None
     branch: str | None
     dirty: bool
@@ -74,14 +82,18 @@ def inspect(cwd: Path, *, exclude: Path, max_bytes: int) -> tuple[WorkTree | Non
             warning=True,
         )
         return None, [problem]
-    submodules = tuple(
+    names = _not_below(root, listed.split("\0"), exclude)
+    added = {
         entry.partition("\t")[2] for entry in staged.split("\0") if entry.startswith("160000 ")
-    )
-    files, sizes = _sizes(root, listed.split("\0"), set(submodules), exclude)
+    }
+    # A repository that is not a submodule is listed as a folder.
+    submodules = added | {name.rstrip("/") for name in names if name.endswith("/")}
+    sizes = _sizes(root, [name for name in names if name.rstrip("/") not in submodules])
     tree = WorkTree(
         root=root,
-        files=files,
-        submodules=submodules,
+        files=tuple(sizes),
+        submodules=tuple(sorted(submodules)),
+        outward=tuple(name for name in sizes if _leads_out(root, name)),
         commit=_git_or_none(root, "rev-parse", "HEAD"),
         branch=_git_or_none(root, "symbolic-ref", "--short", "-q", "HEAD"),
         dirty=bool(changed),
@@ -93,7 +105,7 @@ def inspect(cwd: Path, *, exclude: Path, max_bytes: int) -> tuple[WorkTree | Non
 def store(tree: WorkTree, folder: Path) -> CodeSnapshot:
     """Copy the tree into `folder`, unless the same is there; raises EnvironmentFailure."""
     packages = installed_packages()
-    diff = _git_or_none(tree.root, "diff", "--binary", "HEAD") or ""
+    diff = _git_or_none(tree.root, "diff", "--binary", *_PLAIN_DIFF, "HEAD") or ""
     facts: dict[str, object] = {
         "schema_version": SCHEMA_VERSION,
         "commit": tree.commit,
@@ -122,12 +134,12 @@ def link(snapshot: CodeSnapshot, code_dir: Path) -> None:
 
 
 def installed_packages() -> dict[str, str]:
-    """Name and version of every installed distribution, by name."""
-    found = {}
+    """Name and version of every installed distribution, by name; of two, the one imported."""
+    found: dict[str, str] = {}
     for distribution in metadata.distributions():
         name = distribution.metadata["Name"]
         if name:
-            found[name] = distribution.version
+            found.setdefault(name, distribution.version)
     return dict(sorted(found.items()))
 
 
@@ -185,27 +197,37 @@ def _file_digests(root: Path, files: Iterable[str]) -> Iterable[tuple[str, str]]
             continue
 
 
-def _sizes(
-    root: Path, names: Iterable[str], submodules: set[str], exclude: Path
-) -> tuple[tuple[str, ...], dict[str, int]]:
-    """The files that are really there, sorted, with their sizes; nothing below `exclude`."""
-    inside = None
+def _not_below(root: Path, names: Iterable[str], exclude: Path) -> list[str]:
+    """The names, sorted and each once, without what lies in `exclude`."""
+    kept = sorted(set(filter(None, names)))
     resolved = exclude.resolve()
-    if resolved.is_relative_to(root.resolve()):
-        inside = str(resolved.relative_to(root.resolve())) + "/"
+    if not resolved.is_relative_to(root.resolve()):
+        return kept
+    inside = f"{resolved.relative_to(root.resolve())}/"
+    return [name for name in kept if inside != "./" and not name.startswith(inside)]
+
+
+def _sizes(root: Path, names: Iterable[str]) -> dict[str, int]:
+    """The size of each file that is really there."""
     sizes = {}
-    for name in sorted(set(names)):
-        if not name or name in submodules or name.endswith("/"):
-            continue
-        if inside is not None and (inside == "./" or name.startswith(inside)):
-            continue
+    for name in names:
         try:
             status = (root / name).lstat()
         except OSError:
             continue
         if stat.S_ISREG(status.st_mode) or stat.S_ISLNK(status.st_mode):
             sizes[name] = status.st_size
-    return tuple(sizes), sizes
+    return sizes
+
+
+def _leads_out(root: Path, name: str) -> bool:
+    """Whether the file is a relative link to what lies outside of the work tree."""
+    try:
+        target = os.readlink(root / name)
+    except OSError:
+        return False
+    reached = os.path.normpath(os.path.join(os.path.dirname(name), target))
+    return not os.path.isabs(target) and reached.partition("/")[0] == ".."
 
 
 def _tree_problems(tree: WorkTree, sizes: dict[str, int], max_bytes: int) -> list[Problem]:
@@ -226,8 +248,20 @@ def _tree_problems(tree: WorkTree, sizes: dict[str, int], max_bytes: int) -> lis
             Problem(
                 "code.snapshot",
                 "repository",
-                f"submodules are not copied: {', '.join(tree.submodules)}",
+                f"repositories inside it are not copied: {', '.join(tree.submodules)}",
                 hint="Install them, if the run imports them",
+                warning=True,
+            )
+        )
+    if tree.outward:
+        more = f" and {len(tree.outward) - _NAMED} more" if len(tree.outward) > _NAMED else ""
+        found.append(
+            Problem(
+                "code.snapshot",
+                "repository",
+                "links that lead out of the work tree lead nowhere from the copy: "
+                f"{', '.join(tree.outward[:_NAMED])}{more}",
+                hint="Make them absolute, if the run follows them",
                 warning=True,
             )
         )

@@ -6,6 +6,7 @@ what the jobs need, and only when all of it is there is the submission `ready`.
 
 from __future__ import annotations
 
+import grp
 import json
 import os
 import shutil
@@ -18,7 +19,7 @@ from typing import Any
 from air_hpc.config.freeze import canonical_hash, to_plain
 from air_hpc.config.spec import RunSpec
 from air_hpc.errors import BadInput, Problem
-from air_hpc.launch import bulk, code, identity, machine, options, script
+from air_hpc.launch import bulk, code, identity, machine, options, quote, script
 from air_hpc.launch import chunk as chunking
 from air_hpc.launch.submission import Ask, Chunk, Submission, save, submission_dir
 from air_hpc.plan.frozen import freeze_run, render_run_yaml
@@ -76,9 +77,15 @@ def place_problems(
     spec: RunSpec, *, cwd: Path, environ: Mapping[str, str] = os.environ
 ) -> list[Problem]:
     """What is wrong with where a run is started from and kept: its runs folder, its allocation."""
-    found = runs_dir_problems(runs_dir_of(spec, cwd))
+    found = [*runs_dir_problems(runs_dir_of(spec, cwd)), *_name_problems(spec, cwd)]
     if spec.cluster.kind == "allocation":
         found += _allocation_problems(spec, environ)
+    group = spec.launch.share_group
+    if group is not None:
+        try:
+            grp.getgrnam(group)
+        except LookupError:
+            found.append(Problem("launch.share_group", group, "no such group"))
     return found
 
 
@@ -172,9 +179,9 @@ def prepare(
 ) -> Submission:
     """Make the run directories, the code snapshot, scripts and indexes: the submission is ready.
 
-    Raises EnvironmentFailure when the runs folder cannot be written.
+    The record of `planned` is saved already. Raises EnvironmentFailure when the runs folder cannot
+    be written.
     """
-    save(planned)
     runs_dir = Path(planned.runs_dir)
     stored = None
     if checked.work_tree is not None:
@@ -305,6 +312,19 @@ def _common_problems(tasks: Sequence[Task]) -> list[Problem]:
                 )
             )
     return found
+
+
+def _name_problems(spec: RunSpec, cwd: Path) -> list[Problem]:
+    """Folders that the scripts, sbatch or PYTHONPATH would not read back by their names."""
+    runs_dir = str(runs_dir_of(spec, cwd))
+    batch = spec.cluster.kind in BATCH_KINDS
+    problem_of = quote.header_problem if batch else quote.bash_problem
+    found = [problem_of(runs_dir, "runs_dir")]
+    if ":" in runs_dir:
+        found.append(Problem("runs_dir", runs_dir, "has a colon, which divides PYTHONPATH"))
+    if batch:
+        found.append(problem_of(str(cwd), "working directory"))
+    return [problem for problem in found if problem is not None]
 
 
 def _allocation_problems(spec: RunSpec, environ: Mapping[str, str]) -> list[Problem]:

@@ -27,7 +27,14 @@ from air_hpc.plan.types import Plan
 from air_hpc.resources import templates_dir
 
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_SECRET_NAME = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|API_?KEY|PRIVATE_KEY)", re.I)
+_SECRET_NAME = re.compile(
+    r"(TOKEN(?!IZ)|SECRET|PASSWORD|PASSWD|CREDENTIAL|API_?KEY|PRIVATE_KEY)", re.I
+)
+_NAME_OF_A_FILE = re.compile(r"_(FILE|PATH|DIR)$|^GOOGLE_APPLICATION_CREDENTIALS$", re.I)
+_GIVEN_VALUE = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(?!['\"]?[$`])[^\s;&|]")
+"""In a line of shell: a name and the beginning of a value that is written out."""
+
+_FROM_A_FILE = "Read it in cluster.setup from a file that only you can read"
 
 
 @dataclass(frozen=True)
@@ -60,15 +67,13 @@ def problems(spec: RunSpec) -> list[Problem]:
     for name, value in cluster.env.items():
         if not _ENV_NAME.fullmatch(name):
             found.append(Problem(f"cluster.env.{name}", value, "is no name of a variable"))
-        elif _SECRET_NAME.search(name):
-            found.append(
-                Problem(
-                    f"cluster.env.{name}",
-                    "(not shown)",
-                    "looks like a secret, and the script is kept",
-                    hint="Read it in cluster.setup from a file that only you can read",
-                )
-            )
+        elif _is_secret(name):
+            what = "looks like a secret, and the script is kept"
+            found.append(Problem(f"cluster.env.{name}", "(not shown)", what, hint=_FROM_A_FILE))
+    for name in _GIVEN_VALUE.findall("\n".join(cluster.setup)):
+        if _is_secret(name):
+            what = f"gives {name} a value that looks like a secret, and the script is kept"
+            found.append(Problem("cluster.setup", "(not shown)", what, hint=_FROM_A_FILE))
     if cluster.container.kind != "none" and cluster.container.image is None:
         found.append(
             Problem("cluster.container.image", "null", "a container needs one", "an image")
@@ -76,6 +81,10 @@ def problems(spec: RunSpec) -> list[Problem]:
     for key, values in _texts(cluster).items():
         found += [p for value in values if (p := quote.bash_problem(value, key))]
     return found
+
+
+def _is_secret(name: str) -> bool:
+    return bool(_SECRET_NAME.search(name)) and not _NAME_OF_A_FILE.search(name)
 
 
 def template_names() -> list[str]:

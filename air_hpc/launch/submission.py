@@ -15,7 +15,10 @@ the scheduler, and is looked up by its job name before it is made again.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import os
+import shlex
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from pathlib import Path
@@ -24,6 +27,7 @@ from typing import Any
 from air_hpc.errors import BadInput, EnvironmentFailure
 from air_hpc.rundir.atomic import write_atomic
 from air_hpc.rundir.layout import SHARED_DIR, make_shared_dir
+from air_hpc.runs.process import ProcessIdentity
 
 SCHEMA_VERSION = 1
 
@@ -88,6 +92,11 @@ class Submission:
         """Whether every ask has its answer."""
         return self.state == "ready" and all(a.state == AskState.ANSWERED for a in self.asks)
 
+    @property
+    def resume(self) -> str:
+        """The words that finish it, from any folder."""
+        return f"run --resume {self.id} --runs-dir {shlex.quote(self.runs_dir)}"
+
     def with_ask(self, index: int, **changes: Any) -> Submission:
         """The record with one ask changed."""
         asks = list(self.asks)
@@ -113,6 +122,41 @@ def save(submission: Submission) -> None:
             tried=f"write {submission.folder}/submission.json",
             next_step="check space, inodes and permissions of runs_dir",
         ) from None
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Work on a submission as the only process of this machine; one that was killed holds nothing.
+
+    Raises EnvironmentFailure while another process works on it: a `--resume` beside a submission
+    that is still being made would remove its run directories, or submit it twice.
+    """
+    path = folder / "submitter.json"
+    other = _process_in(path)
+    if other is not None and other.pid != os.getpid() and other.alive():
+        raise EnvironmentFailure(
+            f"{folder.name} is being submitted at this moment, by process {other.pid}",
+            next_step="wait until that has ended, or end it; then repeat this command",
+        )
+    try:
+        write_atomic(path, json.dumps(ProcessIdentity.of().to_facts()).encode())
+    except OSError as error:
+        raise EnvironmentFailure(
+            f"cannot write the submission's record: {error.strerror}",
+            tried=f"write {path}",
+            next_step="check space, inodes and permissions of runs_dir",
+        ) from None
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _process_in(path: Path) -> ProcessIdentity | None:
+    try:
+        return ProcessIdentity.from_facts(json.loads(path.read_bytes()))
+    except (OSError, ValueError, AttributeError):
+        return None
 
 
 def load(folder: Path) -> Submission | None:

@@ -24,6 +24,7 @@ from air_hpc.launch.submission import (
     Ask,
     AskState,
     Submission,
+    held,
     load,
     save,
     submission_dir,
@@ -72,12 +73,16 @@ def submit(
             hint="Repeat it with the same overrides, or leave its id out",
         )
     if known is not None and known.state != "preparing":
-        return _finish(known, checked.warnings, sleep)
+        with held(known.folder):
+            return _finish(known, checked.warnings, sleep)
     if known is not None:
-        prepare.discard(known)
+        with held(known.folder):
+            prepare.discard(known)
     planned = prepare.plan_submission(checked, cwd=here, submission_id=submission_id)
-    ready = prepare.prepare(checked, planned, cwd=here, progress=progress)
-    return _finish(ready, checked.warnings, sleep)
+    save(planned)
+    with held(planned.folder):
+        ready = prepare.prepare(checked, planned, cwd=here, progress=progress)
+        return _finish(ready, checked.warnings, sleep)
 
 
 def resume_submission(folder: Path, *, sleep: Callable[[float], None] = time.sleep) -> Result:
@@ -89,15 +94,16 @@ def resume_submission(folder: Path, *, sleep: Callable[[float], None] = time.sle
     known = load(folder)
     if known is None:
         raise BadInput.single("submission", folder, "there is no such submission")
-    if known.state == "preparing":
-        prepare.discard(known)
-        raise BadInput.single(
-            "submission",
-            known.id,
-            "was interrupted before it was ready; nothing was submitted, and it is removed",
-            hint="Repeat the command that made it",
-        )
-    return _finish(known, (), sleep)
+    with held(folder):
+        if known.state == "preparing":
+            prepare.discard(known)
+            raise BadInput.single(
+                "submission",
+                known.id,
+                "was interrupted before it was ready; nothing was submitted, and it is removed",
+                hint="Repeat the command that made it",
+            )
+        return _finish(known, (), sleep)
 
 
 def dry_run(tasks: Sequence[Task], *, cwd: Path | None = None) -> str:
@@ -169,14 +175,14 @@ def _finish(
                     f"the queue takes no more of your jobs now ({failure.stderr.strip()}); "
                     f"nothing of {current.id} is submitted yet",
                     tried=failure.tried,
-                    next_step=f"once some have ended: run --resume {current.id}",
+                    next_step=f"once some have ended: {current.resume}",
                 ) from None
             found.append(
                 Problem(
                     "launch",
                     current.id,
                     f"the queue takes no more of your jobs now ({failure.stderr.strip()})",
-                    hint=f"Submit the rest later: run --resume {current.id}",
+                    hint=f"Submit the rest later: {current.resume}",
                     warning=True,
                 )
             )
@@ -219,7 +225,7 @@ def _make_ask(current: Submission, index: int, sleep: Callable[[float], None]) -
     raise EnvironmentFailure(
         f"sbatch gave no answer {TRIES} times for {ask.name}",
         tried=str(last),
-        next_step=f"run --resume {current.id} later: it looks the job up before it submits again",
+        next_step=f"{current.resume} later: it looks the job up before it submits again",
     )
 
 

@@ -8,6 +8,7 @@ have been written between the two questions.
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -169,7 +170,8 @@ def _not_submitted(read: _Read) -> str | None:
     folder = submission_folder(read.run)
     if read.status.state is not RunState.PENDING or folder is None:
         return None
-    return f"not submitted yet; to finish its submission: run --resume {folder.name}"
+    where = shlex.quote(str(read.run.runs_dir))
+    return f"not submitted yet; to finish it: run --resume {folder.name} --runs-dir {where}"
 
 
 def _view(read: _Read, outcome: Reconciled, found: _Lookup) -> RunView:

@@ -32,6 +32,8 @@ _FREE_TEXT = (
     ("Comment", r" StdErr=| WorkDir=| Power="),
 )
 
+_NAMED_ONE_BY_ONE = 1000
+
 ENDED_STATES = frozenset(
     {
         "COMPLETED",
@@ -164,7 +166,17 @@ def queue(
     wanted = sorted(set(job_ids))
     if not wanted:
         return {}
-    return _by_id(_squeue(["--jobs", ",".join(wanted)], timeout_s))
+    return _by_id(_squeue(["--jobs", _listed(wanted)], timeout_s))
+
+
+def _listed(job_ids: Sequence[str]) -> str:
+    """The jobs as one argument; of very many elements their arrays, whole.
+
+    Linux takes no argument above 128 KiB (execve(2)): some 10,000 elements by name.
+    """
+    if len(job_ids) > _NAMED_ONE_BY_ONE:
+        job_ids = sorted({job_id.partition("_")[0] for job_id in job_ids})
+    return ",".join(job_ids)
 
 
 def _squeue(selection: Sequence[str], timeout_s: float) -> str:
@@ -216,7 +228,7 @@ def accounting(
     wanted = sorted(set(job_ids))
     if not wanted:
         return {}
-    text = _sacct(["--jobs", ",".join(wanted)], timeout_s)
+    text = _sacct(["--jobs", _listed(wanted)], timeout_s)
     return None if text is None else _by_id_accounting(text)
 
 

@@ -27,6 +27,9 @@ SCHEMA_VERSION = 1
 MAX_AGE_S = 300.0
 """Partitions and limits change by the day; nodes' states are only hints and may be this old."""
 
+ACCOUNTING_TIMEOUT_S = 10.0
+"""slurmdbd may be down while the controller works: a submission does not wait for it."""
+
 _ASSOCIATION_FIELDS = "Account,Partition,QOS,DefaultQOS,MaxJobs,MaxSubmitJobs,MaxWall,GrpSubmitJobs"
 _QOS_FIELDS = "Name,MaxWall,MaxJobsPerUser,MaxSubmitJobsPerUser,GrpSubmitJobs,Flags"
 
@@ -58,6 +61,9 @@ def ask(timeout_s: float) -> dict[str, str]:
     def read(*argv: str) -> str:
         return command.read(argv, timeout_s=timeout_s)
 
+    def read_accounting(*argv: str) -> str:
+        return command.read(argv, timeout_s=min(timeout_s, ACCOUNTING_TIMEOUT_S))
+
     texts = {
         "user": user,
         "groups": ",".join(_groups()),
@@ -69,14 +75,16 @@ def ask(timeout_s: float) -> dict[str, str]:
     if config.accounting:
         where = ("where", f"user={user}", f"cluster={config.cluster_name}")
         try:
-            texts["user_account"] = read(
+            texts["user_account"] = read_accounting(
                 "sacctmgr", "-nP", "show", "user", user, "format=DefaultAccount"
             )
-            texts["associations"] = read(
+            texts["associations"] = read_accounting(
                 "sacctmgr", "-nP", "show", "associations", *where,
                 f"format={_ASSOCIATION_FIELDS}",
             )  # fmt: skip
-            texts["qos"] = read("sacctmgr", "-nP", "show", "qos", f"format={_QOS_FIELDS}")
+            texts["qos"] = read_accounting(
+                "sacctmgr", "-nP", "show", "qos", f"format={_QOS_FIELDS}"
+            )
         except EnvironmentFailure:
             for name in ("associations", "qos"):
                 texts.pop(name, None)

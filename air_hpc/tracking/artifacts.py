@@ -20,18 +20,31 @@ MAX_BYTES = 1024 * 1024
 _BESIDE_THE_CODE = ("diff.patch", "code.json")
 """`code` links to the tree of a snapshot; its diff and package versions stand beside the tree."""
 
+_SECRET_LENGTH = 6
+
 _SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH", re.IGNORECASE)
 
 
 def collect(run: RunDir, env: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """(artifact path, text) of each small file; `env` is the config's `cluster.env`."""
-    secrets = [value for name, value in env.items() if _SECRET_NAME.search(name) and value]
+    secrets = {name: value for name, value in env.items() if _SECRET_NAME.search(name) and value}
     for name, path in _files(run):
         text = _read(path)
         if text is not None:
-            for secret in secrets:
-                text = text.replace(secret, "***")
+            for variable, secret in secrets.items():
+                text = _without(text, variable, secret)
             yield name, scrub(text)
+
+
+def _without(text: str, variable: str, secret: str) -> str:
+    """The text without a secret; one that is too short to be one is taken out beside its name.
+
+    Everywhere, `0` or `false` of a variable that only sounds like a secret would spoil the text.
+    """
+    if len(secret) >= _SECRET_LENGTH:
+        return text.replace(secret, "***")
+    named = rf"(\b{re.escape(variable)}\b['\"]?[:=]\s*['\"]?){re.escape(secret)}"
+    return re.sub(named, r"\1***", text)
 
 
 def _files(run: RunDir) -> Iterator[tuple[str, Path]]:

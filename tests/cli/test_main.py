@@ -97,6 +97,25 @@ def test_an_environment_that_fails_says_what_to_do_and_ends_with_1(tmp_path: Pat
     assert body["problems"] == []
 
 
+def test_a_home_of_nobody_is_bad_input(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["status", "--runs-dir", "~no-such-user/runs"]) == 2
+    assert "the name of no user here" in capsys.readouterr().err
+
+
+def test_a_folder_that_was_removed_is_said_plainly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    for words in (["status"], ["--dry-run"]):
+        assert main(words) == 1
+        assert "has been removed" in capsys.readouterr().err
+
+
 def test_an_unexpected_error_is_one_line_and_a_file(tmp_path: Path) -> None:
     broken = (
         "import sys, air_hpc.cli.main as m\n"

@@ -2,9 +2,11 @@ from pathlib import Path
 
 import pytest
 
+from air_hpc.cli.sync import ScheduledStates
 from air_hpc.rundir.events import Kind, read_ledger
+from air_hpc.rundir.words import RunState
 from tests.cli.commands import air_hpc, json_of
-from tests.runs.made import MadeRun
+from tests.runs.made import MadeRun, ToldSlurm, queued
 
 
 def test_runs_are_sent_to_a_store_once_and_a_broken_one_stops_no_other(tmp_path: Path) -> None:
@@ -35,3 +37,21 @@ def test_a_store_that_mlflow_refuses_is_bad_input(tmp_path: Path) -> None:
 def test_no_runs_are_no_error(tmp_path: Path) -> None:
     done = air_hpc("sync", "--json", cwd=tmp_path)
     assert (done.returncode, json_of(done)) == (0, {"runs": []})
+
+
+def test_slurm_is_asked_once_a_minute_for_all_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once every pass asked for each run by itself: hundreds of calls every ten seconds."""
+    slurm = ToldSlurm(tmp_path / "bin")
+    monkeypatch.setenv("PATH", slurm.environ["PATH"])
+    slurm.tell("squeue", queued("100_0", "RUNNING"), queued("100_1", "PENDING", "JobHeldUser"))
+    runs = [MadeRun(tmp_path / "runs", f"tiny-{n}").submitted("100", n).dir for n in range(2)]
+    now = 0.0
+    state_of = ScheduledStates(runs, clock=lambda: now)
+    assert [state_of(run) for run in (*runs, *runs)] == [None, RunState.HELD] * 2
+    assert len(slurm.calls("squeue")) == 1
+    now = 61.0
+    slurm.tell("squeue", queued("100_0", "RUNNING"), queued("100_1", "RUNNING"))
+    assert [state_of(run) for run in runs] == [None, None]
+    assert len(slurm.calls("squeue")) == 2

@@ -152,3 +152,21 @@ def test_a_resubmission_that_was_taken_is_not_repeated(site: Site) -> None:
     assert "SLURM_CONF=" in environ
     assert "SLURM_CPU_BIND" not in environ
     assert "SBATCH_PARTITION" not in environ
+
+
+def test_nothing_is_submitted_again_while_squeue_cannot_say_whether_it_was(site: Site) -> None:
+    """Once an squeue that failed was taken for one that found no job."""
+    count = site.folder / "count"
+    site.program("sbatch", f'#!/bin/bash\necho "$@" >> {count}; exit 1\n')
+    busy = f"#!/bin/bash\necho x >> {count}.asked\n(( $(wc -l < {count}.asked) == 2 )) && exit 1\n"
+    site.program("squeue", f"{busy}[[ -e {count} ]] && echo 12\nexit 0\n")
+    assert site.run("resubmit", {"SLURM_JOB_NAME": "a job"}).returncode == 0
+    assert len(count.read_text().splitlines()) == 1
+
+
+def test_the_name_of_a_job_that_is_submitted_again_and_again_does_not_grow(site: Site) -> None:
+    count = site.folder / "count"
+    site.program("sbatch", f'#!/bin/bash\necho "$@" >> {count}; echo 12\n')
+    site.program("squeue", "#!/bin/bash\n")
+    assert site.run("resubmit", {"SLURM_JOB_NAME": "a job.again-5-0"}).returncode == 0
+    assert "--job-name=a job.again-7-0 " in count.read_text()

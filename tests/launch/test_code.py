@@ -167,3 +167,48 @@ def test_a_runs_code_is_a_relative_link(repository: Path, tmp_path: Path) -> Non
     runs.rename(moved)
     assert (moved / "a-run" / "code" / "train.py").read_text() == "x = 1\n"
     assert not os.path.isabs(os.readlink(moved / "a-run" / "code"))
+
+
+def test_a_repository_that_is_no_submodule_is_named_too(repository: Path, tmp_path: Path) -> None:
+    """Once a library that was cloned into the work tree was left out without a word."""
+    (repository / "cloned").mkdir()
+    git(repository / "cloned", "init", "-q")
+    (repository / "cloned" / "lib.py").write_text("a")
+    tree, (problem,) = code.inspect(repository, exclude=tmp_path / "runs", max_bytes=LIMIT)
+    assert tree is not None
+    assert tree.submodules == ("cloned",)
+    assert "cloned" in problem.message
+    assert problem.warning
+
+
+def test_links_that_break_in_a_copy_are_named(repository: Path, tmp_path: Path) -> None:
+    (repository / "pack age" / "in").symlink_to("../train.py")
+    (repository / "out").symlink_to("pack age/../../data")
+    (repository / "absolute").symlink_to(tmp_path / "data")
+    _, (problem,) = code.inspect(repository, exclude=tmp_path / "runs", max_bytes=LIMIT)
+    assert problem.message.endswith("copy: out")
+    assert problem.warning
+
+
+def test_the_patch_can_be_applied_whatever_the_users_git_shows(
+    repository: Path, tmp_path: Path
+) -> None:
+    """Once `diff.external` and colours of the user's own config went into the patch."""
+    for setting in ("diff.external=/bin/echo", "color.ui=always", "diff.noprefix=true"):
+        git(repository, "config", *setting.split("="))
+    (repository / "train.py").write_text("x = 2\n")
+    snapshot, _ = taken(repository, tmp_path / "runs" / "code")
+    (repository / "train.py").write_text("x = 1\n")
+    git(repository, "apply", str(snapshot.tree.parent / "diff.patch"))
+    assert (repository / "train.py").read_text() == "x = 2\n"
+
+
+def test_of_two_installed_versions_the_imported_one_is_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder, version in (("first", "2.0"), ("second", "1.0")):
+        info = tmp_path / folder / f"thing-{version}.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: thing\nVersion: {version}\n")
+    monkeypatch.setattr("sys.path", [str(tmp_path / "first"), str(tmp_path / "second")])
+    assert code.installed_packages() == {"thing": "2.0"}

@@ -9,16 +9,19 @@ import json
 import os
 import random
 import signal
+import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from air_hpc.errors import EnvironmentFailure
 from air_hpc.launch import submit as submitting
 from air_hpc.launch.submission import load, submission_dir
 from air_hpc.rundir.events import Kind, read_ledger
 from air_hpc.rundir.layout import RunDir, list_runs
+from air_hpc.runs.process import ProcessIdentity
 from tests.launch import making
 from tests.slurm import recorded
 
@@ -200,6 +203,27 @@ def test_repeating_a_finished_submission_submits_nothing(tmp_path: Path, slurm: 
     assert attempt.go(None)
     assert (tmp_path / "result").read_text() == first
     check(attempt, slurm)
+
+
+def test_a_submission_that_another_process_still_makes_is_left_to_it(
+    tmp_path: Path, slurm: Path
+) -> None:
+    """Once `--resume` removed the run directories of a large sweep that was being prepared."""
+    attempt = Attempt(tmp_path, 3)
+    assert not attempt.go(40)
+    folder = submission_dir(attempt.runs_dir, "sweep-1")
+    killed = json.loads((folder / "submitter.json").read_text())
+    with subprocess.Popen(["sleep", "60"]) as busy:
+        living = ProcessIdentity.of(busy.pid).to_facts()
+        (folder / "submitter.json").write_text(json.dumps(living))
+        with pytest.raises(EnvironmentFailure, match=f"by process {busy.pid}"):
+            submitting.resume_submission(folder)
+        busy.kill()
+    assert load(folder) is not None
+    (folder / "submitter.json").write_text(json.dumps(killed))
+    assert attempt.go(None)
+    check(attempt, slurm)
+    assert not (folder / "submitter.json").exists()
 
 
 def test_an_id_is_not_used_for_other_runs(tmp_path: Path, slurm: Path) -> None:

@@ -80,7 +80,9 @@ def test_only_continuation_none_forbids_a_requeue() -> None:
     assert "#SBATCH --requeue" not in lines
 
 
-@pytest.mark.parametrize("name", ["array", "output", "signal", "job_name", "--nodes", "wrap"])
+@pytest.mark.parametrize(
+    "name", ["array", "output", "signal", "job_name", "--nodes", "wrap", "quiet"]
+)
 def test_options_of_the_platform_are_refused_with_the_key_to_use(name: str) -> None:
     (problem,) = options.problems(spec("/runs", sbatch={name: "x"}))
     assert problem.key == f"launch.sbatch.{name}"

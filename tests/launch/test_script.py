@@ -101,6 +101,25 @@ def test_problems_of_the_cluster_config_come_together() -> None:
     assert "hunter2" not in " ".join(map(str, found))
 
 
+def test_a_secret_is_refused_wherever_it_is_written_out() -> None:
+    """Once `export HF_TOKEN=...` as a line of setup stood in every script."""
+    setup = ("cd /x && export HF_TOKEN=hunter2", "wandb login --api_key='hunter2'")
+    found = script.problems(spec("/runs", cluster={"setup": setup}))
+    assert [(p.key, p.value) for p in found] == [("cluster.setup", "(not shown)")] * 2
+    assert "HF_TOKEN" in found[0].message
+    assert "hunter2" not in " ".join(map(str, found))
+
+
+def test_what_only_sounds_like_a_secret_is_taken() -> None:
+    env = {
+        "TOKENIZERS_PARALLELISM": "false",
+        "GOOGLE_APPLICATION_CREDENTIALS": "/home/me/key.json",
+        "HF_TOKEN_PATH": "/home/me/token",
+    }
+    setup = ("export HF_TOKEN=$(cat ~/token)", 'export A_TOKEN="$B"', "unset API_KEY; TOKEN= x")
+    assert script.problems(spec("/runs", cluster={"env": env, "setup": setup})) == []
+
+
 def test_a_sites_own_template_may_include_ours(tmp_path: Path) -> None:
     own = tmp_path / "mine.sh.j2"
     own.write_text("# a site of our own\n{% include 'default.sh.j2' %}")

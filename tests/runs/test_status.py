@@ -170,7 +170,7 @@ def test_a_run_that_was_resubmitted_waits_with_its_next_job(
 def test_a_submission_that_was_cut_off_says_how_to_finish_it(tmp_path: Path) -> None:
     view = view_run(MadeRun(tmp_path / "runs", submission="sweep-1").dir)
     assert view.status.state is RunState.PENDING
-    assert "run --resume sweep-1" in (view.reason or "")
+    assert f"run --resume sweep-1 --runs-dir {tmp_path}/runs" in (view.reason or "")
 
 
 def test_the_last_word_written_between_the_two_questions_counts(

@@ -1,3 +1,6 @@
+import os
+from pathlib import Path
+
 import pytest
 
 from air_hpc.errors import EnvironmentFailure
@@ -80,6 +83,21 @@ def test_the_job_id_is_found_past_banners_and_warnings(answer: str) -> None:
 def test_an_answer_without_an_id_is_not_guessed(answer: str) -> None:
     with pytest.raises(EnvironmentFailure, match="no job id"):
         jobs.job_id_of(answer)
+
+
+def test_a_sweep_of_thousands_is_asked_for_in_one_argument(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Linux refuses an argument of 128 KiB: for a large sweep Slurm was said to be mute."""
+    squeue = tmp_path / "squeue"
+    squeue.write_text(f'#!/bin/sh\necho "$*" >> {tmp_path}/calls\n')
+    squeue.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    jobs.queue([f"1234567_{n}" for n in range(20_000)] + ["8"])
+    (call,) = (tmp_path / "calls").read_text().splitlines()
+    assert call.endswith("--jobs 1234567,8")
+    jobs.queue(["1234567_1", "1234567_2"])
+    assert (tmp_path / "calls").read_text().endswith("--jobs 1234567_1,1234567_2\n")
 
 
 def test_no_jobs_cost_no_command(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from air_hpc.errors import EnvironmentFailure
 from air_hpc.slurm import snapshot
 from air_hpc.slurm.version import SlurmVersion
 from tests.slurm import recorded
@@ -128,3 +129,21 @@ class TestCache:
     ) -> None:
         monkeypatch.setattr(snapshot, "ask", lambda timeout_s: recorded.texts(VERSION))
         assert snapshot.take(cache=tmp_path / "absent" / "site.json").user == "airhpc"
+
+
+def test_an_accounting_that_is_down_holds_a_submission_up_for_seconds_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Once each command that submits waited a minute for slurmdbd, and then went on without it."""
+    waits = {}
+
+    def read(argv: tuple[str, ...], *, timeout_s: float) -> str:
+        waits[argv[0]] = timeout_s
+        if argv[0] == "sacctmgr":
+            raise EnvironmentFailure("Unable to connect to database")
+        return recorded.text("22.05.8", argv[-1])
+
+    monkeypatch.setattr(snapshot.command, "read", read)
+    texts = snapshot.ask(60)
+    assert waits == {"scontrol": 60, "sacctmgr": 10}
+    assert snapshot.parse(texts, taken_at=0).associations is None

@@ -27,7 +27,7 @@ sys.path.insert(0, str(ROOT))
 def ours(folder: Path, tasks: int) -> dict[str, float]:
     """Seconds of each part of one submission."""
     from air_hpc.config.compose import Composer
-    from air_hpc.launch import prepare, submit
+    from air_hpc.launch import prepare, submission, submit
     from air_hpc.launch.prepare import Task
     from air_hpc.plan.make import make_plan
 
@@ -50,6 +50,7 @@ def ours(folder: Path, tasks: int) -> dict[str, float]:
         made.append(Task(task.spec, plan, task.overrides))
     checked = prepare.check(made, cwd=ROOT, snapshot=submit._site(made, ROOT))
     planned = prepare.plan_submission(checked, cwd=ROOT, submission_id=None)
+    submission.save(planned)
     ready = prepare.prepare(checked, planned, cwd=ROOT)
     marks.append(time.perf_counter())
     result = submit._finish(ready, checked.warnings, time.sleep)
