@@ -85,10 +85,13 @@ def test_sharding_divides_what_a_rank_holds() -> None:
     assert whole.weights_bytes == 4 * parameters
     assert whole.gradients_bytes == 4 * parameters
     assert whole.optimizer_bytes == 8 * parameters
-    assert shared.gradients_bytes == 4 * parameters // 8
+    block = 218_112_000
+    assert shared.gradients_bytes == 4 * (-(-parameters // 8)) + (4 + 4) * block
     assert shared.optimizer_bytes == parameters
     assert shared.activations_bytes == whole.activations_bytes
     assert parameters / 2 < shared.weights_bytes < whole.weights_bytes
+    ends = 2 * 128256 * 4096 + 4096  # an untied head is gathered as well
+    assert shared.weights_bytes == 4 * (-(-parameters // 8) + 2 * block + ends)
     assert whole.total_bytes > shared.total_bytes
     kept = plan_of(*base, "parallelism=fsdp", "parallelism.reshard_after_forward=false")
     assert kept.memory_per_rank.weights_bytes > whole.weights_bytes
