@@ -27,7 +27,9 @@ from air_hpc.plan.types import Plan
 from air_hpc.resources import templates_dir
 
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_SECRET_NAME = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|API_?KEY|PRIVATE_KEY)", re.I)
+_SECRET_NAME = re.compile(
+    r"(TOKEN(?!IZER)|SECRET|PASSWORD|PASSWD|CREDENTIAL|API_?KEY|PRIVATE_KEY)", re.I
+)
 
 
 @dataclass(frozen=True)

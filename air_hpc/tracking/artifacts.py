@@ -20,7 +20,8 @@ MAX_BYTES = 1024 * 1024
 _BESIDE_THE_CODE = ("diff.patch", "code.json")
 """`code` links to the tree of a snapshot; its diff and package versions stand beside the tree."""
 
-_SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH", re.IGNORECASE)
+_SECRET_NAME = re.compile(r"KEY|TOKEN(?!IZER)|SECRET|PASS|CREDENTIAL|AUTH", re.IGNORECASE)
+"""TOKENIZERS_PARALLELISM=false is none: every `false` of a file would be masked."""
 
 
 def collect(run: RunDir, env: Mapping[str, str]) -> Iterator[tuple[str, str]]:

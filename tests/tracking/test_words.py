@@ -15,6 +15,7 @@ from air_hpc.errors import BadInput
 from air_hpc.rundir.fence import Token
 from air_hpc.rundir.state import RunStatus, TimeSpent
 from air_hpc.rundir.words import RunState
+from air_hpc.tracking.artifacts import collect
 from air_hpc.tracking.coverage import Coverage, StepRun
 from air_hpc.tracking.describe import (
     MAX_VALUE_CHARS,
@@ -85,6 +86,15 @@ def test_a_device_without_a_known_peak_has_no_mfu_whatever_was_planned(tmp_path:
     assert "summary/mfu" not in told({"peak_flops_per_device": None, "peak_source": "unknown"})
     half = told({"peak_flops_per_device": 989e12 / 2})["summary/mfu"]
     assert half == pytest.approx(2 * told({})["summary/mfu"])
+
+
+def test_only_what_a_secret_name_names_is_masked(tmp_path: Path) -> None:
+    run = SimulatedRun(tmp_path)
+    env = {"TOKENIZERS_PARALLELISM": "false", "MY_API_KEY": "hunter2hunter2"}
+    told = dict(collect(run.dir, env))["run.yaml"]
+    assert "hunter2" not in told
+    assert "reshard_after_forward: true" in told
+    assert "cpu_offload: false" in told
 
 
 def test_long_values_keep_what_tells_most() -> None:
