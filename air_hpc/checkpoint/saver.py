@@ -1,6 +1,6 @@
 """Saves: staged while training stands still, written and committed while it goes on.
 
-    training thread   stage: copy this rank's state to host memory      (what a save costs)
+    training thread   stage: copy this rank's share to host memory      (what a save costs)
     background        write the shards, fsync, digest them, tell rank 0; rank 0 commits; retention
 
 All ranks call `save` at the same step. One save is in flight at a time; the next waits for it.
