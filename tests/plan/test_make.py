@@ -100,6 +100,20 @@ def test_sharding_divides_what_a_rank_holds() -> None:
     assert offloaded.weights_bytes > 0
 
 
+def test_an_automatic_micro_batch_fits_into_the_device_where_any_does() -> None:
+    """Eight sequences of 8,192 tokens, 436 GB of activations, once were planned for 80 GB."""
+    base = ["model=llama_8b", "cluster=slurm", "accelerator=h100_sxm", "parallelism=fsdp"]
+    base += ["launch.nodes=16", "launch.devices_per_node=8", "train.precision=bf16"]
+    base += ["train.global_batch_size=1024", "data.sequence_length=2048"]
+    fits = plan_of(*base)
+    assert 1 < fits.micro_batch_size < 8
+    assert fits.memory_per_rank.total_bytes <= 80e9
+    twice = plan_of(*base, f"train.micro_batch_size={2 * fits.micro_batch_size}")
+    assert twice.memory_per_rank.total_bytes > 80e9
+    assert plan_of(*base, "data.sequence_length=65536").micro_batch_size == 1
+    assert plan_of("train.global_batch_size=64").micro_batch_size == 8  # a CPU's is not known
+
+
 def test_sgd_keeps_one_moment_or_none() -> None:
     parameters = plan_of().counts.parameters
     assert plan_of("optimizer=sgd").memory_per_rank.optimizer_bytes == 4 * parameters
