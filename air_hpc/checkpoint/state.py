@@ -72,9 +72,10 @@ def training_state(
 def share_of(state: Mapping[str, Any], rank: int, world_size: int) -> dict[str, Any]:
     """The part of a `training_state` that `rank` stages and writes.
 
-    A tensor that is not sharded is the same on every data-parallel rank, so one of them keeps it:
-    otherwise each rank of a node would stage a whole model in host memory. The largest goes first,
-    to whoever has least so far; every rank comes to the same division without a word.
+    The ranks are data-parallel ones: all have the same names, and a tensor that is not sharded is
+    the same on each. So one of them keeps it: otherwise each rank of a node would stage a whole
+    model in host memory. The largest goes first, to whoever has least so far; every rank comes to
+    the same division without a word.
     """
     whole = [
         (-tensor.nbytes, part, name)

@@ -104,10 +104,8 @@ def _micro_batch(spec: RunSpec, mesh: Mesh) -> tuple[int, list[Problem]]:
 
 
 def _largest_that_fits(spec: RunSpec, mesh: Mesh, rank_batch: int) -> int:
-    size, memory_bytes = (
-        largest_divisor(rank_batch, AUTO_MICRO_BATCH_MAX),
-        spec.accelerator.memory_bytes,
-    )
+    size = largest_divisor(rank_batch, AUTO_MICRO_BATCH_MAX)
+    memory_bytes = spec.accelerator.memory_bytes
     if memory_bytes is not None:
         while size > 1 and memory_per_rank(spec, mesh, size).total_bytes > memory_bytes:
             size = largest_divisor(rank_batch, size - 1)
