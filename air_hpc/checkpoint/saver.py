@@ -1,6 +1,6 @@
 """Saves: staged while training stands still, written and committed while it goes on.
 
-    training thread   stage: copy this rank's state to host memory      (what a save costs)
+    training thread   stage: copy this rank's share to host memory      (what a save costs)
     background        write the shards, fsync, digest them, tell rank 0; rank 0 commits; retention
 
 All ranks call `save` at the same step. One save is in flight at a time; the next waits for it.
@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint import FileSystemWriter  # type: ignore[attr-defined]
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -95,6 +96,9 @@ class Saver:
         Returns the outcome when it waited for it, else None; adds what it took from training to
         `blocked_s`. Raises SavesFail or Fenced as `wait` does.
         """
+        if self._ranks.device.type == "cuda":
+            # Steps that the device still has in its queue are training, no cost of the save.
+            torch.cuda.synchronize(self._ranks.device)
         began = time.monotonic()
         with self._session.phase("save"):
             self.wait()

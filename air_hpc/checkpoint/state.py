@@ -9,6 +9,8 @@ anew by (seed, step, rank), which is a different, equally valid draw of dropout 
 
 from __future__ import annotations
 
+import heapq
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.tensor import DTensor
 
 from air_hpc.models.init import seed_of
 from air_hpc.plan.types import Mesh
@@ -64,6 +67,37 @@ def training_state(
         "optimizer": {k: v for k, v in flat.items() if not k.startswith(_GROUPS)},
         "random": random_state(rank, device),
     }
+
+
+def share_of(state: Mapping[str, Any], rank: int, world_size: int) -> dict[str, Any]:
+    """The part of a `training_state` that `rank` stages and writes.
+
+    The ranks are data-parallel ones: all have the same names, and a tensor that is not sharded is
+    the same on each. So one of them keeps it: otherwise each rank of a node would stage a whole
+    model in host memory. The largest goes first, to whoever has least so far; every rank comes to
+    the same division without a word.
+    """
+    whole = [
+        (-tensor.nbytes, part, name)
+        for part in ("model", "optimizer")
+        for name, tensor in state[part].items()
+        if isinstance(tensor, Tensor) and not isinstance(tensor, DTensor)
+    ]
+    held = [(0, number) for number in range(world_size)]  # (bytes, rank), a heap
+    others = set()
+    for negative_bytes, part, name in sorted(whole):
+        held_bytes, keeper = held[0]
+        heapq.heapreplace(held, (held_bytes - negative_bytes, keeper))
+        if keeper != rank:
+            others.add((part, name))
+    share = dict(state)
+    for part in ("model", "optimizer"):
+        kept = {name: v for name, v in state[part].items() if (part, name) not in others}
+        if kept or not state[part]:
+            share[part] = kept
+        else:
+            del share[part]  # an empty mapping would be written as a value of its own
+    return share
 
 
 def put_back(

@@ -115,6 +115,7 @@ def build_spread(
             model,
             process_group=world.mesh.get_group("dp_replicate"),
             gradient_as_bucket_view=True,
+            broadcast_buffers=False,  # the rotation table is equal everywhere and never changes
         )
     return Spread(module, world.device, options.precision)
 
@@ -127,7 +128,11 @@ def _shard(model: nn.Module, world: World, options: WrapOptions) -> None:
     )
     policy = MixedPrecisionPolicy()
     if options.precision == "bf16":
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        # Inputs are not cast: activations are bf16 from the embedding on, and all that a cast
+        # would reach is the rotation table, which must stay float32 (`models.rope`).
+        policy = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
     offload = OffloadPolicy()
     if options.cpu_offload:
         offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")

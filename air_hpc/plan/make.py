@@ -19,7 +19,10 @@ from air_hpc.plan.types import Mesh, Plan
 from air_hpc.plan.validity import check_spec, depends_on
 
 AUTO_MICRO_BATCH_MAX = 8
-"""The most sequences that `train.micro_batch_size=auto` puts into one forward."""
+"""The most sequences that `train.micro_batch_size=auto` puts into one forward.
+
+Fewer where the device's memory is known and the estimate for so many is above it.
+"""
 
 _LEAD_BASE_S = 60.0
 _SAVE_BYTES_PER_S_PER_NODE = 1e9
@@ -88,7 +91,7 @@ def _micro_batch(spec: RunSpec, mesh: Mesh) -> tuple[int, list[Problem]]:
     rank_batch = total // size
     asked = spec.train.micro_batch_size
     if asked == "auto":
-        return largest_divisor(rank_batch, AUTO_MICRO_BATCH_MAX), []
+        return _largest_that_fits(spec, mesh, rank_batch), []
     if rank_batch % asked:
         message = (
             f"micro-batches of {asked} do not make up a rank's {rank_batch} sequences"
@@ -98,6 +101,15 @@ def _micro_batch(spec: RunSpec, mesh: Mesh) -> tuple[int, list[Problem]]:
         allowed = f"auto or a divisor of {rank_batch}"
         return 1, [Problem("train.micro_batch_size", str(asked), message, allowed, hint)]
     return asked, []
+
+
+def _largest_that_fits(spec: RunSpec, mesh: Mesh, rank_batch: int) -> int:
+    size = largest_divisor(rank_batch, AUTO_MICRO_BATCH_MAX)
+    memory_bytes = spec.accelerator.memory_bytes
+    if memory_bytes is not None:
+        while size > 1 and memory_per_rank(spec, mesh, size).total_bytes > memory_bytes:
+            size = largest_divisor(rank_batch, size - 1)
+    return size
 
 
 def _memory_warning(spec: RunSpec, plan: Plan) -> list[Problem]:

@@ -3,10 +3,12 @@
 With P parameters, S the number of ranks that share one copy (dp_shard · tp · pp) and c bytes an
 element in compute precision (4 fp32, 2 bf16):
 
-- weights: 4·P/S for the fp32 masters. dp_shard > 1 adds the gathered copies: two blocks at a
-  time (one computes, the next is prefetched), or all of them without `reshard_after_forward`. An
-  unsharded bf16 run adds the copy that autocast keeps of the matrices: 2 bytes each.
-- gradients: 4·P/S, in fp32 and of all the rank's own parameters.
+- weights: 4·P/S for the fp32 masters. dp_shard > 1 adds the gathered copies: embedding and
+  head for the whole step, and two blocks at a time (one computes, the next is prefetched), or all
+  of them without `reshard_after_forward`. An unsharded bf16 run adds the copy that autocast keeps
+  of the matrices: 2 bytes each.
+- gradients: 4·P/S, in fp32 and of all the rank's own parameters. dp_shard > 1 adds one block's
+  before they are scattered: c bytes each, and 4 more in the buffer that is reduced.
 - optimizer: AdamW 8·P/S (two fp32 moments), SGD 4·P/S with momentum and nothing without.
 - activations, for T tokens of a micro-batch on the rank (micro_batch · sequence_length / cp), per
   block and token and without recompute: the inputs of both norms and both normed values (4·dim),
@@ -16,8 +18,8 @@ element in compute precision (4 fp32, 2 bf16):
   taken with sequence parallelism, so tp divides all of it.
 
 `cpu_offload` keeps the sharded weights, gradients and optimizer state in host memory, so that only
-the gathered copies count. Measured use is higher by the allocator's fragmentation and the
-communication buffers; a plan is no promise that a run fits.
+the gathered copies and that one block's gradients count. Measured use is higher by the allocator's
+fragmentation and the communication buffers; a plan is no promise that a run fits.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ def memory_per_rank(spec: RunSpec, mesh: Mesh, micro_batch_size: int) -> MemoryP
     on_device = 0 if spec.parallelism.cpu_offload else own
     return MemoryPerRank(
         weights_bytes=_MASTER_BYTES * on_device + _working_copies(spec, mesh),
-        gradients_bytes=4 * on_device,
+        gradients_bytes=4 * on_device + _whole_gradients(spec, mesh),
         optimizer_bytes=_optimizer_bytes_per_parameter(spec) * on_device,
         activations_bytes=_activations(spec, mesh, micro_batch_size),
     )
@@ -63,10 +65,16 @@ def _working_copies(spec: RunSpec, mesh: Mesh) -> int:
         return compute_bytes * matrices if spec.train.precision == "bf16" else 0
     gathered = counts.parameters // mesh.pp
     if spec.parallelism.reshard_after_forward:
-        ends = spec.model.vocab_size * spec.model.dim
         block = block_parameters(spec.model)
+        ends = counts.parameters - spec.model.layers * block
         gathered = min(gathered, 2 * block + ends)
     return compute_bytes * (gathered // mesh.tp)
+
+
+def _whole_gradients(spec: RunSpec, mesh: Mesh) -> int:
+    if mesh.dp_shard == 1:
+        return 0
+    return (_COMPUTE_BYTES[spec.train.precision] + 4) * (block_parameters(spec.model) // mesh.tp)
 
 
 def _activations(spec: RunSpec, mesh: Mesh, micro_batch_size: int) -> int:

@@ -145,7 +145,9 @@ def _peak(view: RunView, frozen: FrozenRun | None) -> Peak | None:
     name = str(device) if device else (frozen.spec.accelerator.name if frozen else "device")
     if isinstance(value, int | float) and not isinstance(value, bool):
         return Peak(float(value), str(measured.get("peak_source") or "measured"), name)
-    if frozen is not None and frozen.plan.peak_flops_per_device is not None:
+    # A device that is not the one configured has none: the plan's figure is another device's.
+    unknown = "peak_flops_per_device" in measured
+    if not unknown and frozen is not None and frozen.plan.peak_flops_per_device is not None:
         spec = frozen.spec.accelerator
         return Peak(frozen.plan.peak_flops_per_device, spec.peak_source, name)
     return None

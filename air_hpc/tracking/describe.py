@@ -171,7 +171,9 @@ def summary_metrics(
     if status.time.training_s > 0:
         rate = tokens / status.time.training_s
         found["summary/tokens_per_second"] = rate
-        peak = plan.peak_flops_per_device or status.measured.get("peak_flops_per_device")
+        # What the workers found on the device counts, also where they found no peak for it.
+        planned = plan.peak_flops_per_device
+        peak = status.measured.get("peak_flops_per_device", planned)
         if isinstance(peak, int | float) and peak > 0:
             achieved = rate * plan.flops_per_token.causal
             found["summary/mfu"] = achieved / (peak * plan.world_size)

@@ -19,7 +19,7 @@ import torch
 from air_hpc.checkpoint.loader import resume
 from air_hpc.checkpoint.ranks import Ranks
 from air_hpc.checkpoint.saver import Saver
-from air_hpc.checkpoint.state import Facts, Identity, seed_generators, training_state
+from air_hpc.checkpoint.state import Facts, Identity, seed_generators, share_of, training_state
 from air_hpc.config.spec import RunSpec
 from air_hpc.data.batches import Batches
 from air_hpc.errors import EnvironmentFailure
@@ -215,9 +215,9 @@ class Trainer:
         )
 
     def _state(self) -> dict[str, object]:
-        return training_state(
-            self.spread.module, self.optimizer, self.world.rank, self.world.device
-        )
+        world = self.world
+        state = training_state(self.spread.module, self.optimizer, world.rank, world.device)
+        return share_of(state, world.rank, world.world_size)
 
     def _save_last(self, saver: Saver, *, finished: bool) -> None:
         """Save the present step if it is not saved yet, and once more if that fails.

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import resource
+import time
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -107,6 +110,21 @@ def save_without_a_place(rank: int, rendezvous: str, run_path: str, token: str) 
     return outcome.reason
 
 
+def save_behind_a_queue(
+    rank: int, rendezvous: str, run_path: str, token: str
+) -> tuple[float, float]:
+    """The time that a device took to come to its end, and what the save counts as its own."""
+    saver = saver_of(rank, rendezvous, run_path, 1, token)
+    saver._ranks = replace(saver._ranks, device=torch.device("cuda", 0))
+    now = [0.0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "synchronize", lambda device: now.append(now.pop() + 100.0))
+        clock = SimpleNamespace(monotonic=lambda: now[0], time=time.time)
+        patch.setattr("air_hpc.checkpoint.saver.time", clock)
+        saver.save(1, state_of(rank), wait=True)
+    return now[0], saver.blocked_s
+
+
 def new_run(tmp_path: Path) -> tuple[RunDir, str]:
     run = create_run_dir(tmp_path, "run")
     token = claim_next_attempt(run)
@@ -151,6 +169,11 @@ def test_a_save_holds_the_state_of_its_step_and_retention_keeps_its_share(tmp_pa
         torch.distributed.checkpoint.load(state, checkpoint_id=checkpoint.path, no_dist=True)
         assert torch.equal(state["model"]["w0"], torch.full((50_000,), float(checkpoint.step)))
         assert checkpoint.facts == {"note": "test"}
+
+
+def test_what_a_device_has_still_to_train_is_no_cost_of_a_save(tmp_path: Path) -> None:
+    run, token = new_run(tmp_path)
+    assert run_ranks(1, save_behind_a_queue, str(run.path), token) == [(100.0, 0.0)]
 
 
 def test_a_save_without_a_place_to_write_fails_on_every_rank(tmp_path: Path) -> None:

@@ -85,7 +85,12 @@ def test_problems_of_the_cluster_config_come_together() -> None:
         "/runs",
         cluster={
             "template": "defualt",
-            "env": {"A-B": "x", "WANDB_API_KEY": "hunter2", "OK": "a\nb"},
+            "env": {
+                "A-B": "x",
+                "WANDB_API_KEY": "hunter2",
+                "TOKENIZERS_PARALLELISM": "false",
+                "OK": "a\nb",
+            },
             "modules": ("a\nb",),
         },
     )

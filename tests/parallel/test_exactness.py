@@ -108,6 +108,36 @@ def test_a_tied_head_is_exact_under_fsdp() -> None:
     assert difference(results[0], tied) <= 2e-5
 
 
+def table_in_a_block(rank: int, rendezvous: str, degrees: Mesh) -> tuple[torch.dtype, float]:
+    """The type and the sum of the rotation table as rank's first block gets it.
+
+    Rank 1 has a table of its own, all zeros.
+    """
+    world = join_world(rank, rendezvous, degrees)
+    spread = build_spread(MODEL, TOKENS, 0, world, WrapOptions(precision="bf16"))
+    seen: list[torch.Tensor] = []
+    model = getattr(spread.module, "module", spread.module)
+    model.layers[0].attention.register_forward_pre_hook(lambda _, given: seen.append(given[1]))
+    if rank == 1:
+        model.table.zero_()
+    with spread.autocast():
+        spread.module(torch.zeros(1, TOKENS, dtype=torch.long))
+    return seen[0].dtype, float(seen[0].abs().sum())
+
+
+def test_angles_stay_float32_under_bf16_fsdp() -> None:
+    """A cast of a block's inputs would round every cosine and sine to eight bits."""
+    tables = run_ranks(2, table_in_a_block, Mesh(dp_shard=2))
+    assert [dtype for dtype, _ in tables] == [torch.float32] * 2
+
+
+def test_a_step_broadcasts_no_table() -> None:
+    """DDP sends every buffer before each forward pass unless it is told not to."""
+    (_, first), (_, second) = run_ranks(2, table_in_a_block, Mesh(dp_replicate=2))
+    assert first > 0
+    assert second == 0
+
+
 @pytest.mark.parametrize("degrees", [Mesh(), Mesh(dp_shard=2)], ids=["single", "fsdp2"])
 def test_bf16_stays_near_fp32(degrees: Mesh) -> None:
     losses = [loss for loss, _ in run_ranks(degrees.world_size, train, degrees, 1, "bf16")[0]]

@@ -85,16 +85,33 @@ def test_sharding_divides_what_a_rank_holds() -> None:
     assert whole.weights_bytes == 4 * parameters
     assert whole.gradients_bytes == 4 * parameters
     assert whole.optimizer_bytes == 8 * parameters
-    assert shared.gradients_bytes == 4 * parameters // 8
+    block = 218_112_000
+    assert shared.gradients_bytes == 4 * (-(-parameters // 8)) + (4 + 4) * block
     assert shared.optimizer_bytes == parameters
     assert shared.activations_bytes == whole.activations_bytes
     assert parameters / 2 < shared.weights_bytes < whole.weights_bytes
+    ends = 2 * 128256 * 4096 + 4096  # an untied head is gathered as well
+    assert shared.weights_bytes == 4 * (-(-parameters // 8) + 2 * block + ends)
     assert whole.total_bytes > shared.total_bytes
     kept = plan_of(*base, "parallelism=fsdp", "parallelism.reshard_after_forward=false")
     assert kept.memory_per_rank.weights_bytes > whole.weights_bytes
     offloaded = plan_of(*base, "parallelism=fsdp", "parallelism.cpu_offload=true").memory_per_rank
     assert offloaded.optimizer_bytes == 0
     assert offloaded.weights_bytes > 0
+
+
+def test_an_automatic_micro_batch_fits_into_the_device_where_any_does() -> None:
+    """Eight sequences of 8,192 tokens, 436 GB of activations, once were planned for 80 GB."""
+    base = ["model=llama_8b", "cluster=slurm", "accelerator=h100_sxm", "parallelism=fsdp"]
+    base += ["launch.nodes=16", "launch.devices_per_node=8", "train.precision=bf16"]
+    base += ["train.global_batch_size=1024", "data.sequence_length=2048"]
+    fits = plan_of(*base)
+    assert 1 < fits.micro_batch_size < 8
+    assert fits.memory_per_rank.total_bytes <= 80e9
+    twice = plan_of(*base, f"train.micro_batch_size={2 * fits.micro_batch_size}")
+    assert twice.memory_per_rank.total_bytes > 80e9
+    assert plan_of(*base, "data.sequence_length=65536").micro_batch_size == 1
+    assert plan_of("train.global_batch_size=64").micro_batch_size == 8  # a CPU's is not known
 
 
 def test_sgd_keeps_one_moment_or_none() -> None:

@@ -1,5 +1,7 @@
+from dataclasses import replace
 from pathlib import Path
 
+from air_hpc.plan.frozen import freeze_run, read_run_yaml, render_run_yaml
 from air_hpc.rundir.events import Kind
 from air_hpc.rundir.fence import Token
 from air_hpc.runs.summary import mlflow_command, summarize
@@ -44,6 +46,16 @@ def test_an_unknown_peak_gives_no_mfu(tmp_path: Path) -> None:
     assert body["mfu"] == {"causal": None, "palm": None}
     assert body["peak"] is None
     assert body["state"] == "FINISHED"
+
+
+def test_the_peak_of_another_device_than_the_one_planned_for_is_unknown(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path / "runs").submitted().training()
+    run.event(Kind.MEASURED, peak_flops_per_device=None, peak_source="unknown", device_name="X")
+    frozen = read_run_yaml(run.dir.run_yaml.read_text())
+    planned = replace(frozen.plan, peak_flops_per_device=989e12)
+    again = freeze_run(frozen.run_id, frozen.spec, planned)
+    run.dir.run_yaml.write_text(render_run_yaml(again))
+    assert summarize(run.dir, ask_slurm=False).peak is None
 
 
 def test_a_run_that_never_started_has_a_summary_without_figures(tmp_path: Path) -> None:

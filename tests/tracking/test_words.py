@@ -5,15 +5,26 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from air_hpc.errors import BadInput
 from air_hpc.rundir.fence import Token
+from air_hpc.rundir.state import RunStatus, TimeSpent
 from air_hpc.rundir.words import RunState
+from air_hpc.tracking.artifacts import collect
 from air_hpc.tracking.coverage import Coverage, StepRun
-from air_hpc.tracking.describe import MAX_VALUE_CHARS, STATUS, params, ranges_text, short
+from air_hpc.tracking.describe import (
+    MAX_VALUE_CHARS,
+    STATUS,
+    params,
+    ranges_text,
+    short,
+    summary_metrics,
+)
 from air_hpc.tracking.position import ControlPoint, Position, newer
 from air_hpc.tracking.store import Row, batches
 from air_hpc.tracking.uri import parse_uri, scrub
@@ -63,6 +74,27 @@ def test_params_are_flat_bounded_and_without_secrets(tmp_path: Path) -> None:
     assert found["launch.partition"] == "null"
     assert all(len(value) <= MAX_VALUE_CHARS for value in found.values())
     assert not any("hunter2" in value or "s3cret" in value for value in found.values())
+
+
+def test_a_device_without_a_known_peak_has_no_mfu_whatever_was_planned(tmp_path: Path) -> None:
+    plan = replace(SimulatedRun(tmp_path).frozen.plan, peak_flops_per_device=989e12)
+
+    def told(measured: dict[str, Any]) -> dict[str, float]:
+        status = RunStatus(time=TimeSpent(training_s=10.0), measured=measured)
+        return summary_metrics(status, plan, step=5, last_loss=1.0)
+
+    assert "summary/mfu" not in told({"peak_flops_per_device": None, "peak_source": "unknown"})
+    half = told({"peak_flops_per_device": 989e12 / 2})["summary/mfu"]
+    assert half == pytest.approx(2 * told({})["summary/mfu"])
+
+
+def test_only_what_a_secret_name_names_is_masked(tmp_path: Path) -> None:
+    run = SimulatedRun(tmp_path)
+    env = {"TOKENIZERS_PARALLELISM": "false", "MY_API_KEY": "hunter2hunter2"}
+    told = dict(collect(run.dir, env))["run.yaml"]
+    assert "hunter2" not in told
+    assert "reshard_after_forward: true" in told
+    assert "cpu_offload: false" in told
 
 
 def test_long_values_keep_what_tells_most() -> None:

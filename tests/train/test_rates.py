@@ -39,10 +39,19 @@ def test_an_unknown_peak_gives_no_mfu() -> None:
 
 
 def test_more_than_the_peak_is_flagged_and_not_shown() -> None:
-    metrics = rates(1.0, 10, FlopsPerToken(1.0, 2.0), 15.0)
+    metrics = rates(1.0, 10, FlopsPerToken(2.0, 3.0), 15.0)
     assert metrics["perf/mfu_invalid"] == 1.0
     assert "perf/mfu" not in metrics
     assert "perf/mfu_palm" not in metrics
+
+
+def test_attention_that_is_not_computed_hides_no_mfu() -> None:
+    """An H100 at 131,072 tokens: 60 % by the causal convention is 102 % of full attention."""
+    flops = flops_per_token(LLAMA_8B, 131_072)
+    metrics = rates(1.0, 4007, flops, 989e12)
+    assert metrics["perf/mfu"] == pytest.approx(0.60, abs=1e-3)
+    assert "perf/mfu_palm" not in metrics
+    assert "perf/mfu_invalid" not in metrics
 
 
 def test_saves_are_left_out_of_the_time_of_a_step() -> None:
