@@ -24,7 +24,7 @@ from air_hpc.agent.environment import JobContext, boot_id, process_start
 from air_hpc.agent.members import Member, problems_of
 from air_hpc.agent.scheduler import Scheduler
 from air_hpc.agent.workers import GenerationStart
-from air_hpc.errors import EXIT_DO_NOT_RESTART, EXIT_OK
+from air_hpc.errors import EXIT_DO_NOT_RESTART, EXIT_OK, EnvironmentFailure
 from air_hpc.placement.ranks import RankPlace, assign_ranks
 from air_hpc.plan.frozen import FrozenRun
 from air_hpc.recovery.decide import decide
@@ -359,7 +359,7 @@ class Coordinator:
 
     def on_signal(self, name: str, node: str) -> None:
         """A signal reached an agent, or our own timer rang: agree on a step, save it, leave."""
-        if self._signal is not None or self._ending.started:
+        if self.outcome is not None or self._signal is not None or self._ending.started:
             return
         self._signal = name
         self._record(Kind.SIGNAL, name=name, node=node)
@@ -496,9 +496,25 @@ class Coordinator:
         mark_bad(self._run, step, reason, token=self.token)
         self._record(Kind.CHECKPOINT_BAD, step=step, reason=reason)
 
+    def fail(self, error: Exception) -> None:
+        """End the attempt for an error of the coordinator's own process."""
+        if isinstance(error, EnvironmentFailure):
+            failure_class = FailureClass.ENVIRONMENT
+        elif isinstance(error, OSError):
+            failure_class = FailureClass.STORAGE
+        else:
+            failure_class = FailureClass.UNKNOWN
+        self._kill_workers()
+        self._end_attempt(
+            failure_class,
+            f"the agent on {self._context.node} failed: {type(error).__name__}: {error}",
+        )
+
     def _end_attempt(
         self, failure_class: FailureClass, evidence: str, *, unrecoverable: bool = False
     ) -> None:
+        if self.outcome is not None:
+            return
         self._phase = "ending"
         self._ending.start_known(
             failure_class, evidence, self._committed, unrecoverable=unrecoverable

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
+
+from air_hpc.agent import ending
 from air_hpc.agent.coordinator import GATHER_S, KILL_WAIT_S
-from air_hpc.errors import EXIT_DO_NOT_RESTART, EXIT_OK
+from air_hpc.errors import EXIT_DO_NOT_RESTART, EXIT_OK, EnvironmentFailure
 from air_hpc.plan.frozen import read_run_yaml
 from air_hpc.rundir.events import Kind
 from air_hpc.rundir.state import fold
@@ -205,6 +208,39 @@ class TestEnds:
             one.hello(*NODES)
             one.signal("SIGTERM")
         assert play(restart_count=6).coordinator.outcome is None
+
+
+class TestFailures:
+    @pytest.mark.parametrize(
+        ("error", "failure_class", "verdict"),
+        [
+            (OSError(28, "No space left on device"), FailureClass.STORAGE, Verdict.REQUEUE),
+            (EnvironmentFailure("no list"), FailureClass.ENVIRONMENT, Verdict.STOP),
+            (KeyError("step"), FailureClass.UNKNOWN, Verdict.REQUEUE),
+        ],
+    )
+    def test_an_error_of_the_coordinators_own_process_has_a_verdict(
+        self, running: Play, error: Exception, failure_class: FailureClass, verdict: Verdict
+    ) -> None:
+        """The job once ended without one, and nothing started it again."""
+        running.coordinator.fail(error)
+        assert running.end[:2] == (failure_class, verdict)
+        assert "the agent on n1 failed" in running.end[2]
+        assert running.intent() == str(verdict)
+        assert set(running.socket.to("kill")) == set(NODES)
+
+    def test_a_disk_that_takes_no_probe_leaves_the_verdict_standing(
+        self, running: Play, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def full(*_: object) -> bool:
+            raise OSError(122, "Disk quota exceeded")
+
+        monkeypatch.setattr(ending, "still_newest", full)
+        monkeypatch.setattr(ending, "read_ledger", full)
+        running.signal("SIGTERM")
+        running.failed_all("storage")
+        assert running.coordinator.outcome is not None
+        assert any("Disk quota exceeded" in text for text in running.said)
 
 
 class TestStops:

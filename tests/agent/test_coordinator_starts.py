@@ -54,6 +54,8 @@ class TestStarts:
         assert one.exit_code == exit_code
         one.hello("n2")
         assert one.socket.to("leave") == ["n2"]
+        one.signal("SIGTERM")
+        one.coordinator.on_message("n2", {"type": "agent_failed", "reason": "no route"})
         assert one.coordinator.dismissed
         assert one.coordinator.token is None
         assert newest_token(run) == Token(1, 1)
