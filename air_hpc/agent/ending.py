@@ -178,7 +178,12 @@ class Ending:
             if signal_name == "timer":
                 return Cause(FailureClass.TIME_LIMIT, "launch.time_limit_min is near")
             return Cause(FailureClass.CANCELLED, f"{signal_name} to the agent of a local run")
-        return cause_of_stop(signal_name, word, self._context.restart_count)
+        cause = cause_of_stop(signal_name, word, self._context.restart_count)
+        unasked = word is None and cause.failure_class is FailureClass.REQUEUED
+        if unasked and self._spec.launch.continuation == "chain":
+            # The next job of the chain starts whoever sent it: it must not bring back a scancel.
+            return Cause(FailureClass.CANCELLED, cause.evidence)
+        return cause
 
     def _cancel_requested(self) -> bool:
         try:
@@ -255,7 +260,8 @@ class Ending:
             return Outcome(EXIT_OK, reason, restart_after_s=pause_s)
         continuation, restarts = self._spec.launch.continuation, self._context.restart_count
         if continuation == "resubmit":
-            if not requeued_already(word, restarts):
+            left_to_slurm = failure_class is FailureClass.REQUEUED
+            if not left_to_slurm and not requeued_already(word, restarts):
                 self._write_intent("resubmit")
         elif continuation == "requeue" and not slurm_requeues_itself(failure_class, word, restarts):
             self._write_intent("requeue")

@@ -208,11 +208,13 @@ INTENTS: dict[str, dict[str, str | None]] = {
     "time limit": {"requeue": "requeue", "resubmit": "resubmit", "chain": None, "none": "stop"},
     "failure": {"requeue": "requeue", "resubmit": "resubmit", "chain": None, "none": "stop"},
     "failure, requeued": {"requeue": None, "resubmit": None, "chain": None, "none": "stop"},
+    "unknown sender": {"requeue": None, "resubmit": None, "chain": "stop", "none": "stop"},
     "scancel": dict.fromkeys(("requeue", "resubmit", "chain", "none"), "stop"),
     "user error": dict.fromkeys(("requeue", "resubmit", "chain", "none"), "stop"),
     "completed": dict.fromkeys(("requeue", "resubmit", "chain", "none")),
 }
-WORDS = {
+WORDS: dict[str, SlurmWord | None] = {
+    "unknown sender": None,
     "preempted": PREEMPTED,
     "preempted, 24.11": PREEMPTED_NEW,
     "requeued by hand": REQUEUED,

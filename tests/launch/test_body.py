@@ -152,3 +152,29 @@ def test_a_resubmission_that_was_taken_is_not_repeated(site: Site) -> None:
     assert "SLURM_CONF=" in environ
     assert "SLURM_CPU_BIND" not in environ
     assert "SBATCH_PARTITION" not in environ
+
+
+def test_no_job_is_submitted_while_the_queue_cannot_be_looked_at(site: Site) -> None:
+    """The first sbatch may have been taken: a second job would train the same run beside it."""
+    count = site.folder / "count"
+    site.program("sbatch", f'#!/bin/bash\necho "$@" >> {count}; exit 1\n')
+    site.program("squeue", f"#!/bin/bash\n[[ -e {count} ]] && exit 1\nexit 0\n")
+    site.program("sleep", "#!/bin/bash\n")
+    assert site.run("resubmit").returncode == 1
+    assert len(count.read_text().splitlines()) == 1
+
+
+def test_the_name_of_a_resubmission_does_not_grow(site: Site) -> None:
+    count = site.folder / "count"
+    site.program("sbatch", f'#!/bin/bash\necho "$@" >> {count}; echo 9\n')
+    site.program("squeue", "#!/bin/bash\nexit 0\n")
+    assert site.run("resubmit", {"SLURM_JOB_NAME": "a job.again-6-2"}).returncode == 0
+    assert "--job-name=a job.again-7-0 " in count.read_text()
+
+
+def test_the_word_of_an_earlier_start_under_the_same_job_is_not_obeyed(site: Site) -> None:
+    """It once had srun killed after 20 s, and the job requeued."""
+    intent = site.run_dir / "attempts" / "intents" / "7.0"
+    intent.write_text("stop\n")
+    assert site.run("finish").returncode == 0
+    assert not intent.exists()
