@@ -265,6 +265,12 @@ class Coordinator:
         found = find_candidates(self._run)
         for step, reason in found.rejected:
             self._condemn(step, reason)
+        newest = found.usable[0].step if found.usable else -1
+        unread = [reason for step, reason in found.unreadable if step > newest]
+        if unread:
+            # Nothing is written down yet: the next start may find it whole, and inherit it.
+            self._end_attempt(FailureClass.STORAGE, f"cannot read what to resume from: {unread[0]}")
+            return None
         record_inherited(self._run, token, inheritable(found.usable))
         if not found.usable and self._status.committed_step is not None:
             self._end_attempt(

@@ -120,6 +120,26 @@ class TestCheckpoints:
         assert (checkpoint_path(run, 8) / BAD).exists()
         assert one.event(Kind.GENERATION_STARTED).facts["resume_step"] == 4
 
+    def test_one_that_cannot_be_read_now_is_not_passed_over(
+        self, run: RunDir, play: Callable[..., Play]
+    ) -> None:
+        """A moment's EIO or ESTALE once cost the newest checkpoint for good."""
+        commit_steps(run, 4, 8)
+        mark = checkpoint_path(run, 8) / "COMMITTED"
+        whole = mark.read_bytes()
+        mark.unlink()
+        mark.symlink_to(mark)
+        one = play()
+        one.hello(*NODES)
+        assert one.end[:2] == (FailureClass.STORAGE, Verdict.REQUEUE)
+        assert "cannot read what to resume from: step-8" in one.end[2]
+        assert one.socket.of("start") == []
+        mark.unlink()
+        mark.write_bytes(whole)
+        again = play(restart_count=1)
+        again.hello(*NODES)
+        assert again.event(Kind.GENERATION_STARTED).facts["resume_step"] == 8
+
     @pytest.mark.parametrize("failure_class", ["unknown", "checkpoint"])
     def test_a_crash_in_the_load_blames_the_checkpoint(
         self, run: RunDir, play: Callable[..., Play], failure_class: str

@@ -104,6 +104,25 @@ def test_a_damaged_manifest_or_mark_rejects_with_a_reason(
     assert [step for step, _ in found.rejected] == [20]
 
 
+@pytest.mark.parametrize("name", [MANIFEST, BAD])
+def test_what_the_file_system_does_not_give_now_is_not_held_against_a_checkpoint(
+    run: RunDir, name: str
+) -> None:
+    attempt(run, saves=2)
+    path = checkpoint_path(run, 20) / name
+    whole = path.read_bytes() if path.exists() else None
+    path.unlink(missing_ok=True)
+    path.symlink_to(path)  # ELOOP, as EIO and ESTALE: it is there and cannot be read
+    found = find_candidates(run)
+    assert [checkpoint.step for checkpoint in found.usable] == [10]
+    assert found.rejected == ()
+    assert [step for step, _ in found.unreadable] == [20]
+    path.unlink()
+    if whole is not None:
+        path.write_bytes(whole)
+    assert committed_steps(run) == [20, 10]
+
+
 def test_a_checkpoint_under_another_steps_name_is_rejected(run: RunDir) -> None:
     attempt(run)
     shutil.copytree(checkpoint_path(run, 10), checkpoint_path(run, 500))
