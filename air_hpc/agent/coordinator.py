@@ -48,6 +48,9 @@ from air_hpc.session.messages import Message as WorkerMessage
 
 GATHER_S = 2.0
 """After a first failed worker: how long the others' ends are awaited before they are killed."""
+LEAVE_S = 300.0
+"""After a first worker that left as agreed: how long the others may take. They all end together,
+but a process can hang in its teardown, and would hold the nodes until the time limit."""
 KILL_WAIT_S = 10.0
 """After the kill: how long ends are awaited before the nodes that send none are passed over."""
 
@@ -243,13 +246,15 @@ class Coordinator:
             resume_step=usable[0] if usable else None,
             master=f"{first.address}:{first.ports[0]}",
         )
-        for member in ordered:
-            ranks = tuple(p.rank for p in self._places if p.node == member.node)
+        ranks: dict[str, list[int]] = {}
+        for place in self._places:
+            ranks.setdefault(place.node, []).append(place.rank)
+        for node_rank, member in enumerate(ordered):
             start = GenerationStart(
                 token=self.token,
-                ranks=ranks,
+                ranks=tuple(ranks[member.node]),
                 world_size=self._plan.world_size,
-                node_rank=ordered.index(member),
+                node_rank=node_rank,
                 master_address=first.address,
                 master_port=first.ports[0],
                 resume_steps=usable,
@@ -341,11 +346,10 @@ class Coordinator:
             self._committed = max(int(facts["step"]), self._committed or 0)
 
     def _on_ended(self, node: str, workers: list[dict[str, Any]], now: float) -> None:
-        if not workers:
+        new = [facts for facts in workers if facts["rank"] not in self._ends]
+        if not new:  # every heartbeat repeats them
             return
-        for facts in workers:
-            if facts["rank"] in self._ends:
-                continue
+        for facts in new:
             end = WorkerEnd(
                 rank=facts["rank"],
                 node=node,
@@ -357,8 +361,8 @@ class Coordinator:
                 killed_by_agent=self._killed_at is not None,
             )
             self._ends[end.rank] = end
-            if end.failed and self._kill_at is None:
-                self._kill_at = now + GATHER_S
+            kill_at = now + (GATHER_S if end.failed else LEAVE_S)
+            self._kill_at = kill_at if self._kill_at is None else min(self._kill_at, kill_at)
         self._check_over()
 
     # -- stops -------------------------------------------------------------------------------------
@@ -461,8 +465,13 @@ class Coordinator:
                 self._members[place.node].lost = True
 
     def _check_over(self) -> None:
+        lost = sum(member.lost for member in self._members.values())
+        if self._phase != "running" or len(self._ends) < len(self._places) - (
+            lost * self._plan.devices_per_node
+        ):
+            return  # with a thousand nodes the look below is not for every message
         awaited = {place.rank for place in self._places if not self._members[place.node].lost}
-        if self._phase == "running" and awaited <= self._ends.keys():
+        if awaited <= self._ends.keys():
             self._finish_generation()
 
     def _finish_generation(self) -> None:

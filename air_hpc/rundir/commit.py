@@ -83,7 +83,7 @@ class Checkpoint:
 
 
 class CheckpointUnreadable(CheckpointInvalid):
-    """The file system did not give it now (EIO, ESTALE); nothing is known against the checkpoint."""
+    """The file system did not give it now (EIO, ESTALE): nothing is known against it."""
 
 
 def _invalid(path: Path, error: OSError) -> CheckpointInvalid:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from air_hpc.agent import ending
-from air_hpc.agent.coordinator import GATHER_S, KILL_WAIT_S
+from air_hpc.agent.coordinator import GATHER_S, KILL_WAIT_S, LEAVE_S
 from air_hpc.errors import EXIT_DO_NOT_RESTART, EXIT_OK, EnvironmentFailure
 from air_hpc.plan.frozen import read_run_yaml
 from air_hpc.rundir.events import Kind
@@ -160,6 +160,25 @@ class TestEnds:
         failure_class, _, evidence = running.end
         assert failure_class is FailureClass.NETWORK
         assert "rank 3 on n2" in evidence
+
+    def test_a_worker_that_does_not_leave_with_the_others_is_killed(self, running: Play) -> None:
+        """One that hung in its teardown once held all nodes until the time limit."""
+        running.worker("committed", step=10, bytes=5)
+        running.ended("n1", 0, 1)
+        running.ended("n2", 2)
+        running.wait(LEAVE_S - 1)
+        assert running.socket.of("kill") == []
+        running.wait(2)
+        assert set(running.socket.to("kill")) == set(NODES)
+        running.ended("n2", 3, exit_status=-9)
+        assert running.end[1] is Verdict.REQUEUE
+        assert "rank 3 on n2" in running.end[2]
+
+    def test_a_failure_after_others_left_is_not_waited_for_longer(self, running: Play) -> None:
+        running.ended("n1", 0, 1)
+        running.failed("n2", 2)
+        running.wait(GATHER_S + 1)
+        assert set(running.socket.to("kill")) == set(NODES)
 
     def test_nodes_that_beat_but_report_no_end_of_their_killed_workers_are_lost(
         self, running: Play
