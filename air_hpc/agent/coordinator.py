@@ -94,6 +94,7 @@ class Coordinator:
         self._left: set[str] = set()
         self._ends: dict[int, WorkerEnd] = {}
         self._places: tuple[RankPlace, ...] = ()
+        self._starts: dict[str, Message] = {}
         self._resume_steps: tuple[int, ...] = ()
         self._signal: str | None = None
         self._kill_at: float | None = None
@@ -261,7 +262,8 @@ class Coordinator:
                 stop_timeout_s=self._spec.recovery.stop_timeout_s,
                 threads=self._plan.threads_per_worker,
             )
-            self._socket.send(member.node, {"type": "start", "start": start.to_json()})
+            self._starts[member.node] = {"type": "start", "start": start.to_json()}
+            self._socket.send(member.node, self._starts[member.node])
 
     def _fix_checkpoints(self, token: Token) -> tuple[int, ...] | None:
         """What to resume from, newest first, inherited from now on; None when the run must end."""
@@ -309,7 +311,7 @@ class Coordinator:
             if self.outcome is not None:
                 self._send_leave(node)
             else:
-                self._remind(node)
+                self._remind(node, started=message.get("started", True))
         elif kind == "worker":
             self._on_worker(message["message"])
         elif kind == "begun":
@@ -563,13 +565,15 @@ class Coordinator:
         lost = {member.node for member in self._members.values() if member.lost}
         return self._left | lost >= set(self._context.nodes)
 
-    def _remind(self, node: str) -> None:
+    def _remind(self, node: str, *, started: bool) -> None:
         """Repeat what a node may not have heard: a broken connection loses what was on its way.
 
         Each of these words may come any number of times.
         """
         if self._killed_at is not None:
             self._socket.send(node, {"type": "kill"})
+        elif not started and node in self._starts:
+            self._socket.send(node, self._starts[node])
         elif self._stop.target is not None:
             self._socket.send(node, {"type": "target", "step": self._stop.target})
         elif self._stop.requested and node in self._stop.missing:

@@ -114,6 +114,8 @@ class NodeAgent:
     def _on_start(self, message: Message) -> None:
         start = GenerationStart.from_json(message["start"])
         if self.group is not None:
+            if self.group.token == start.token:
+                return  # said again to a heartbeat that was on its way
             self.group.close()
             self.group = None
         try:
@@ -233,4 +235,7 @@ class NodeAgent:
         if len(self._sent) > 1000:
             self._sent.pop(next(iter(self._sent)))
         progress = {} if self.group is None else self.group.progress()
-        self._uplink.send({"type": "heartbeat", "sequence": self._sequence, **progress})
+        started = self.group is not None
+        self._uplink.send(
+            {"type": "heartbeat", "sequence": self._sequence, "started": started, **progress}
+        )

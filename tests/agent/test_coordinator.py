@@ -306,6 +306,14 @@ class TestStops:
         running.beat("n1")
         assert ("n1", {"type": "target", "step": 7}) in running.socket.sent
 
+    def test_a_node_that_missed_its_start_is_told_again(self, running: Play) -> None:
+        """Its workers were once awaited by all others until the rendezvous timed out."""
+        first = dict(running.socket.of("start"))["n2"]
+        running.socket.sent.clear()
+        running.beat("n1", started=True)
+        running.beat("n2", started=False)
+        assert running.socket.of("start") == [("n2", first)]
+
     def test_a_save_that_takes_too_long_is_ended(self, running: Play) -> None:
         running.signal("SIGTERM")
         self.agree(running, 6, 6)

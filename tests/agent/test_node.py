@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -178,6 +179,17 @@ def test_workers_that_cannot_be_started_are_reported(node: Node) -> None:
     node.agent.pump()
     node.agent.on_message({"type": "welcome"})
     node.wait(1)
+
+
+def test_a_start_that_is_said_again_starts_nothing_twice(node: Node) -> None:
+    node.agent.on_message({"type": "welcome"})
+    node.wait(1)
+    assert node.of("heartbeat")[-1]["started"] is False
+    start = start_of(2)
+    node.agent.group = group = SimpleNamespace(token=start.token, close=pytest.fail)  # type: ignore[assignment]
+    node.agent.on_message({"type": "start", "start": start.to_json()})
+    assert node.agent.group is group
+    assert node.of("start_failed") == []
 
 
 def test_a_stop_before_any_worker_runs_reports_that_none_began(node: Node) -> None:
