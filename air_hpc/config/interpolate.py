@@ -5,6 +5,8 @@ Most configs have none, and then nothing is built: that is what keeps a task of 
 
 from __future__ import annotations
 
+import contextlib
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -20,6 +22,9 @@ _MISSING = "???"
 
 def resolve(config: dict[str, Any]) -> list[Problem]:
     """Fill `${...}` in place; a problem for each that cannot be filled (then without its key)."""
+    if not _has_marks(config):
+        return []
+    _fill_from_environment(config)
     if not _has_marks(config):
         return []
     problems: list[Problem] = []
@@ -38,6 +43,20 @@ def _has_marks(value: Any) -> bool:
 
 def _is_marked(value: Any) -> bool:
     return isinstance(value, str) and ("${" in value or value == _MISSING)
+
+
+_OF_ENVIRONMENT = re.compile(r"\$\{oc\.env:[^${}]*\}")
+
+
+def _fill_from_environment(plain: Any) -> None:
+    """Fill values that are an environment variable and nothing more: they need no other key, so
+    the whole config need not be built for them. What cannot be filled is left for `_fill`."""
+    for name, value in list(_entries(plain)):
+        if isinstance(value, dict | list):
+            _fill_from_environment(value)
+        elif isinstance(value, str) and _OF_ENVIRONMENT.fullmatch(value):
+            with contextlib.suppress(*_UNFILLED):
+                plain[name] = OmegaConf.create({"value": value}).value
 
 
 def _drop_malformed(plain: Any, prefix: str, problems: list[Problem]) -> None:

@@ -311,3 +311,14 @@ def test_no_text_whatever_raises_anything_but_bad_input(texts: list[str]) -> Non
 )
 def test_no_value_whatever_raises_anything_but_bad_input(key: str, value: str) -> None:
     SHARED.try_compose([f"{key}={value}"])
+
+
+def test_the_folder_of_runs_is_the_environments_unless_it_is_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Once only `status` and its like read AIR_HPC_RUNS_DIR: runs went to ./runs, unseen."""
+    monkeypatch.delenv("AIR_HPC_RUNS_DIR", raising=False)
+    assert Composer().compose([]).runs_dir == "runs"
+    monkeypatch.setenv("AIR_HPC_RUNS_DIR", "/shared/me/runs")
+    assert Composer().compose([]).runs_dir == "/shared/me/runs"
+    assert Composer().compose(["runs_dir=here"]).runs_dir == "here"

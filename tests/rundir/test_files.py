@@ -22,7 +22,15 @@ from air_hpc.rundir.atomic import make_exclusive_dir, remove_tree, write_atomic,
 from air_hpc.rundir.commit import abort_save, begin_save, commit_save, digest_file
 from air_hpc.rundir.events import LedgerWriter, read_ledger, record
 from air_hpc.rundir.fence import Token, claim
-from air_hpc.rundir.layout import RunDir, create_run_dir, list_runs, open_run_dir
+from air_hpc.rundir.layout import (
+    SHARED_DIR,
+    RunDir,
+    create_run_dir,
+    list_runs,
+    make_shared_dir,
+    open_run_dir,
+    runs_dir_problems,
+)
 from air_hpc.rundir.spool import (
     SpoolWriter,
     effective_samples,
@@ -381,3 +389,21 @@ def test_a_part_of_a_write_is_followed_by_the_rest(
     assert read_ledger(run).events[0].facts == {"text": "é" * 50}
     assert (run.path / "file").read_bytes() == b"0123456789" * 3
     shutil.rmtree(run.path)
+
+
+def test_a_runs_folder_is_judged_before_anything_is_made(tmp_path: Path) -> None:
+    assert runs_dir_problems(tmp_path / "not" / "there" / "yet") == []
+    assert runs_dir_problems(tmp_path) == []
+    (tmp_path / "file").touch()
+    for wrong in (tmp_path / "file", tmp_path / "file" / "runs"):
+        (problem,) = runs_dir_problems(wrong)
+        assert (problem.key, problem.value) == ("runs_dir", str(wrong))
+    (tmp_path / SHARED_DIR).touch()
+    (problem,) = runs_dir_problems(tmp_path)
+    assert problem.message == f"{tmp_path / SHARED_DIR} is no folder"
+    assert not (tmp_path / "not").exists()
+
+
+def test_what_a_users_runs_share_is_for_the_user_alone(tmp_path: Path) -> None:
+    make_shared_dir(tmp_path / "a" / "runs")
+    assert (tmp_path / "a" / "runs" / SHARED_DIR).stat().st_mode & 0o777 == 0o700

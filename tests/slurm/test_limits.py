@@ -77,6 +77,12 @@ def test_a_size_that_no_node_has_is_an_error(
     assert next(p for p in found if p.key == key).allowed == allowed
 
 
+def test_too_many_nodes_do_not_hide_what_no_node_has(site: Snapshot) -> None:
+    found = check(site, H100, nodes=9, devices_per_node=4)
+    assert keys(found) == ["launch.nodes", "launch.devices_per_node"]
+    assert keys(check(site, H100, nodes=9)) == ["launch.nodes"]
+
+
 def test_all_of_a_nodes_memory_may_be_asked_for(site: Snapshot) -> None:
     assert check(site, mem="0") == []
 

@@ -126,7 +126,9 @@ def test_a_worker_trains_to_the_end_and_says_what_it_measured(tmp_path: Path) ->
     assert [m["kind"] for m in heard] == [
         "measured",
         "training_started",
+        "save_begun",
         "committed",
+        "save_begun",
         "committed",
         "finished",
     ]
