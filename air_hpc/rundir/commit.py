@@ -286,12 +286,12 @@ def verify_sizes(checkpoint: Checkpoint) -> None:
 
 
 def verify_file(checkpoint: Checkpoint, name: str) -> None:
-    """Compare the digest of one file with the manifest; raises CheckpointInvalid."""
+    """Compare the digest of one file with the manifest; raises as `read_checkpoint`."""
     expected = checkpoint.files[name]
     try:
         actual = digest_file(checkpoint.path / name)
     except OSError as error:
-        raise CheckpointInvalid(f"{checkpoint.path.name}: {error}") from None
+        raise _invalid(checkpoint.path, error) from None
     if actual != expected:
         raise CheckpointInvalid(
             f"{checkpoint.path.name}: {name} does not match its digest "

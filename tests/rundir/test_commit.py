@@ -16,6 +16,7 @@ from air_hpc.rundir.commit import (
     COMMITTED,
     MANIFEST,
     CheckpointInvalid,
+    CheckpointUnreadable,
     FileRecord,
     abort_save,
     begin_save,
@@ -121,6 +122,16 @@ def test_what_the_file_system_does_not_give_now_is_not_held_against_a_checkpoint
     if whole is not None:
         path.write_bytes(whole)
     assert committed_steps(run) == [20, 10]
+
+
+def test_a_shard_that_cannot_be_read_now_is_not_a_wrong_one(run: RunDir) -> None:
+    attempt(run)
+    checkpoint = read_checkpoint(checkpoint_path(run, 10))
+    shard = checkpoint.path / SHARDS[0]
+    shard.unlink()
+    shard.symlink_to(shard)
+    with pytest.raises(CheckpointUnreadable):
+        verify_file(checkpoint, SHARDS[0])
 
 
 def test_a_checkpoint_under_another_steps_name_is_rejected(run: RunDir) -> None:
