@@ -56,6 +56,8 @@ FAREWELL_S = 2.0
 DISMISSAL_S = 60.0
 """The same where there was nothing to do: agents that start later than the coordinator's would wait
 for it until `launch.start_timeout_s`."""
+VERDICT_S = 45.0
+"""How long a coordinator that fails waits for the scheduler's word, so that it leaves a verdict."""
 PORTS_OFFERED = 2
 
 
@@ -119,6 +121,10 @@ class Attempt:
         except Exception as error:
             if link is not None:
                 link.send({"type": "agent_failed", "reason": f"{type(error).__name__}: {error}"})
+            if node is not None:
+                node.close()
+                node = None
+            self._end_as_failed(error)
             self._drain_shipper()
             raise
         finally:
@@ -214,7 +220,8 @@ class Attempt:
     # -- the loop ----------------------------------------------------------------------------------
 
     def _loop(self, link: AgentSocket, node: NodeAgent) -> int:
-        while node.exit_code is None:
+        """Until this node may leave; on the first node not before the verdict is there."""
+        while node.exit_code is None or self._undecided:
             self._wait(link, node)
             for name in self._signals.read():
                 self._signalled = True
@@ -225,6 +232,10 @@ class Attempt:
             if self._coordinator is not None:
                 self._coordinator.tick()
         return node.exit_code
+
+    @property
+    def _undecided(self) -> bool:
+        return self._coordinator is not None and self._coordinator.outcome is None
 
     def _wait(self, link: AgentSocket, node: NodeAgent) -> None:
         poller = zmq.Poller()
@@ -245,6 +256,21 @@ class Attempt:
             node.on_message(message)
 
     # -- the end -----------------------------------------------------------------------------------
+
+    def _end_as_failed(self, error: Exception) -> None:
+        """The coordinator's own process fails: what it knows still leads to a verdict."""
+        if self._coordinator is None or not self._undecided:
+            return
+        try:
+            self._coordinator.fail(error)
+            deadline = time.monotonic() + VERDICT_S
+            while self._undecided and time.monotonic() < deadline:
+                time.sleep(TICK_MS / 1000)
+                self._coordinator.tick()
+        except Exception as further:
+            say(f"no verdict could be reached: {type(further).__name__}: {further}")
+            return
+        self._say_farewell()
 
     def _say_farewell(self) -> None:
         """Answer what still arrives, so that a node whose message was lost hears it may leave."""

@@ -13,9 +13,11 @@ ZeroMQ reconnects by itself; silence is found by the heartbeats of `node` and `c
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import json
+import resource
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -32,6 +34,7 @@ PORT_RANGE = (20_000, 32_000)
 """Below the kernel's ephemeral range (32768 on by default). Fixed, not read from the kernel: every
 node must come to the same ports, and binding shows which of them is free."""
 CANDIDATE_PORTS = 6
+MAX_FILES = 65_536
 
 
 class Signer:
@@ -87,6 +90,16 @@ def candidate_ports(run_id: str, start_id: str) -> list[int]:
     return list(islice(spread(f"{run_id}/{start_id}", range(*PORT_RANGE)), CANDIDATE_PORTS))
 
 
+def allow_connections() -> None:
+    """Raise the soft limit of open files where it may be: each node of the job is a connection, and
+    the usual 1,024 would leave the last ones of a thousand nodes outside."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(MAX_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
 class CoordinatorSocket:
     """The coordinator's end: talks to agents by their node names."""
 
@@ -95,6 +108,7 @@ class CoordinatorSocket:
     def __init__(self, context: zmq.Context[Any], signer: Signer, ports: Sequence[int]) -> None:
         """Bind the first free port; raises EnvironmentFailure when all are taken."""
         self._signer = signer
+        allow_connections()
         self.socket = context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.LINGER, 1000)
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)

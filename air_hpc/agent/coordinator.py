@@ -24,7 +24,7 @@ from air_hpc.agent.environment import JobContext, boot_id, process_start
 from air_hpc.agent.members import Member, problems_of
 from air_hpc.agent.scheduler import Scheduler
 from air_hpc.agent.workers import GenerationStart
-from air_hpc.errors import EXIT_DO_NOT_RESTART, EXIT_OK
+from air_hpc.errors import EXIT_DO_NOT_RESTART, EXIT_OK, EnvironmentFailure
 from air_hpc.placement.ranks import RankPlace, assign_ranks
 from air_hpc.plan.frozen import FrozenRun
 from air_hpc.recovery.decide import decide
@@ -48,6 +48,9 @@ from air_hpc.session.messages import Message as WorkerMessage
 
 GATHER_S = 2.0
 """After a first failed worker: how long the others' ends are awaited before they are killed."""
+LEAVE_S = 300.0
+"""After a first worker that left as agreed: how long the others may take. They all end together,
+but a process can hang in its teardown, and would hold the nodes until the time limit."""
 KILL_WAIT_S = 10.0
 """After the kill: how long ends are awaited before the nodes that send none are passed over."""
 
@@ -91,6 +94,7 @@ class Coordinator:
         self._left: set[str] = set()
         self._ends: dict[int, WorkerEnd] = {}
         self._places: tuple[RankPlace, ...] = ()
+        self._starts: dict[str, Message] = {}
         self._resume_steps: tuple[int, ...] = ()
         self._signal: str | None = None
         self._kill_at: float | None = None
@@ -243,20 +247,23 @@ class Coordinator:
             resume_step=usable[0] if usable else None,
             master=f"{first.address}:{first.ports[0]}",
         )
-        for member in ordered:
-            ranks = tuple(p.rank for p in self._places if p.node == member.node)
+        ranks: dict[str, list[int]] = {}
+        for place in self._places:
+            ranks.setdefault(place.node, []).append(place.rank)
+        for node_rank, member in enumerate(ordered):
             start = GenerationStart(
                 token=self.token,
-                ranks=ranks,
+                ranks=tuple(ranks[member.node]),
                 world_size=self._plan.world_size,
-                node_rank=ordered.index(member),
+                node_rank=node_rank,
                 master_address=first.address,
                 master_port=first.ports[0],
                 resume_steps=usable,
                 stop_timeout_s=self._spec.recovery.stop_timeout_s,
                 threads=self._plan.threads_per_worker,
             )
-            self._socket.send(member.node, {"type": "start", "start": start.to_json()})
+            self._starts[member.node] = {"type": "start", "start": start.to_json()}
+            self._socket.send(member.node, self._starts[member.node])
 
     def _fix_checkpoints(self, token: Token) -> tuple[int, ...] | None:
         """What to resume from, newest first, inherited from now on; None when the run must end."""
@@ -265,6 +272,12 @@ class Coordinator:
         found = find_candidates(self._run)
         for step, reason in found.rejected:
             self._condemn(step, reason)
+        newest = found.usable[0].step if found.usable else -1
+        unread = [reason for step, reason in found.unreadable if step > newest]
+        if unread:
+            # Nothing is written down yet: the next start may find it whole, and inherit it.
+            self._end_attempt(FailureClass.STORAGE, f"cannot read what to resume from: {unread[0]}")
+            return None
         record_inherited(self._run, token, inheritable(found.usable))
         if not found.usable and self._status.committed_step is not None:
             self._end_attempt(
@@ -298,7 +311,7 @@ class Coordinator:
             if self.outcome is not None:
                 self._send_leave(node)
             else:
-                self._remind(node)
+                self._remind(node, started=message.get("started", True))
         elif kind == "worker":
             self._on_worker(message["message"])
         elif kind == "begun":
@@ -335,11 +348,10 @@ class Coordinator:
             self._committed = max(int(facts["step"]), self._committed or 0)
 
     def _on_ended(self, node: str, workers: list[dict[str, Any]], now: float) -> None:
-        if not workers:
+        new = [facts for facts in workers if facts["rank"] not in self._ends]
+        if not new:  # every heartbeat repeats them
             return
-        for facts in workers:
-            if facts["rank"] in self._ends:
-                continue
+        for facts in new:
             end = WorkerEnd(
                 rank=facts["rank"],
                 node=node,
@@ -351,15 +363,15 @@ class Coordinator:
                 killed_by_agent=self._killed_at is not None,
             )
             self._ends[end.rank] = end
-            if end.failed and self._kill_at is None:
-                self._kill_at = now + GATHER_S
+            kill_at = now + (GATHER_S if end.failed else LEAVE_S)
+            self._kill_at = kill_at if self._kill_at is None else min(self._kill_at, kill_at)
         self._check_over()
 
     # -- stops -------------------------------------------------------------------------------------
 
     def on_signal(self, name: str, node: str) -> None:
         """A signal reached an agent, or our own timer rang: agree on a step, save it, leave."""
-        if self._signal is not None or self._ending.started:
+        if self.outcome is not None or self._signal is not None or self._ending.started:
             return
         self._signal = name
         self._record(Kind.SIGNAL, name=name, node=node)
@@ -455,8 +467,13 @@ class Coordinator:
                 self._members[place.node].lost = True
 
     def _check_over(self) -> None:
+        lost = sum(member.lost for member in self._members.values())
+        if self._phase != "running" or len(self._ends) < len(self._places) - (
+            lost * self._plan.devices_per_node
+        ):
+            return  # with a thousand nodes the look below is not for every message
         awaited = {place.rank for place in self._places if not self._members[place.node].lost}
-        if self._phase == "running" and awaited <= self._ends.keys():
+        if awaited <= self._ends.keys():
             self._finish_generation()
 
     def _finish_generation(self) -> None:
@@ -496,9 +513,25 @@ class Coordinator:
         mark_bad(self._run, step, reason, token=self.token)
         self._record(Kind.CHECKPOINT_BAD, step=step, reason=reason)
 
+    def fail(self, error: Exception) -> None:
+        """End the attempt for an error of the coordinator's own process."""
+        if isinstance(error, EnvironmentFailure):
+            failure_class = FailureClass.ENVIRONMENT
+        elif isinstance(error, OSError):
+            failure_class = FailureClass.STORAGE
+        else:
+            failure_class = FailureClass.UNKNOWN
+        self._kill_workers()
+        self._end_attempt(
+            failure_class,
+            f"the agent on {self._context.node} failed: {type(error).__name__}: {error}",
+        )
+
     def _end_attempt(
         self, failure_class: FailureClass, evidence: str, *, unrecoverable: bool = False
     ) -> None:
+        if self.outcome is not None:
+            return
         self._phase = "ending"
         self._ending.start_known(
             failure_class, evidence, self._committed, unrecoverable=unrecoverable
@@ -532,13 +565,15 @@ class Coordinator:
         lost = {member.node for member in self._members.values() if member.lost}
         return self._left | lost >= set(self._context.nodes)
 
-    def _remind(self, node: str) -> None:
+    def _remind(self, node: str, *, started: bool) -> None:
         """Repeat what a node may not have heard: a broken connection loses what was on its way.
 
         Each of these words may come any number of times.
         """
         if self._killed_at is not None:
             self._socket.send(node, {"type": "kill"})
+        elif not started and node in self._starts:
+            self._socket.send(node, self._starts[node])
         elif self._stop.target is not None:
             self._socket.send(node, {"type": "target", "step": self._stop.target})
         elif self._stop.requested and node in self._stop.missing:

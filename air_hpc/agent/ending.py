@@ -172,13 +172,33 @@ class Ending:
 
     def _cause(self, signal_name: str, word: SlurmWord | None) -> Cause:
         """Who is behind the signal. A local run is stopped by its owner or its own timer."""
-        if fold(read_ledger(self._run).events).cancel_requested:
+        if self._cancel_requested():
             return Cause(FailureClass.CANCELLED, f"{signal_name}; cancelled by its owner")
         if self._context.scheduler == "local":
             if signal_name == "timer":
                 return Cause(FailureClass.TIME_LIMIT, "launch.time_limit_min is near")
             return Cause(FailureClass.CANCELLED, f"{signal_name} to the agent of a local run")
-        return cause_of_stop(signal_name, word, self._context.restart_count)
+        cause = cause_of_stop(signal_name, word, self._context.restart_count)
+        unasked = word is None and cause.failure_class is FailureClass.REQUEUED
+        if unasked and self._spec.launch.continuation == "chain":
+            # The next job of the chain starts whoever sent it: it must not bring back a scancel.
+            return Cause(FailureClass.CANCELLED, cause.evidence)
+        return cause
+
+    def _cancel_requested(self) -> bool:
+        try:
+            return fold(read_ledger(self._run).events).cancel_requested
+        except OSError as error:
+            self._say(f"the ledger could not be read ({error})")
+            return False
+
+    def _is_newest(self) -> bool:
+        """Whether no newer attempt owns the run; on a disk too full to look, nobody starts one."""
+        try:
+            return still_newest(self._run, self._token)
+        except OSError as error:
+            self._say(f"could not look for a newer attempt ({error})")
+            return True
 
     def _decide(
         self,
@@ -190,7 +210,7 @@ class Ending:
         *,
         unrecoverable: bool = False,
     ) -> Outcome:
-        if not still_newest(self._run, self._token):
+        if not self._is_newest():
             return self.fenced(evidence)
         decision = decide(
             failure_class,
@@ -240,7 +260,8 @@ class Ending:
             return Outcome(EXIT_OK, reason, restart_after_s=pause_s)
         continuation, restarts = self._spec.launch.continuation, self._context.restart_count
         if continuation == "resubmit":
-            if not requeued_already(word, restarts):
+            left_to_slurm = failure_class is FailureClass.REQUEUED
+            if not left_to_slurm and not requeued_already(word, restarts):
                 self._write_intent("resubmit")
         elif continuation == "requeue" and not slurm_requeues_itself(failure_class, word, restarts):
             self._write_intent("requeue")

@@ -66,6 +66,9 @@ def main(argv: list[str] | None = None) -> int:
     except AirHpcError as error:
         say(f"{type(error).__name__}: {error}")
         return error.exit_code
+    except OSError as error:
+        say(f"the agent failed: {error}")
+        return EXIT_ENVIRONMENT
     except Exception:
         say("the agent failed; this is a defect of air_hpc:")
         traceback.print_exc()

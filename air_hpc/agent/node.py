@@ -21,6 +21,8 @@ from air_hpc.rundir.layout import RunDir
 from air_hpc.session.messages import Message as WorkerMessage
 
 HELLO_INTERVAL_S = 0.5
+STALL_S = 1.0
+"""Ticks further apart than this are a stall of this process."""
 FORWARDED = frozenset(
     {
         WorkerMessage.RESUMED,
@@ -76,6 +78,8 @@ class NodeAgent:
         self._next_hello = clock()
         self._next_heartbeat = clock()
         self._heard = clock()
+        self._last_tick = clock()
+        self._stalled_s = 0.0
         self._sent: dict[int, float] = {}
         self._sequence = 0
         self._welcomed = False
@@ -98,7 +102,8 @@ class NodeAgent:
     def _on_ack(self, message: Message) -> None:
         sent = self._sent.pop(message["sequence"], None)
         if sent is not None:
-            self._heard = max(self._heard, sent)
+            if sent > self._heard:
+                self._heard, self._stalled_s = sent, 0.0
             if self.group is not None:
                 self.group.extend_lease(self._lease_until_ns())
 
@@ -109,6 +114,8 @@ class NodeAgent:
     def _on_start(self, message: Message) -> None:
         start = GenerationStart.from_json(message["start"])
         if self.group is not None:
+            if self.group.token == start.token:
+                return  # said again to a heartbeat that was on its way
             self.group.close()
             self.group = None
         try:
@@ -186,16 +193,24 @@ class NodeAgent:
 
         The first hello waits until workers can be started without delay: after it this node is
         expected to beat, and a template's imports may take longer than that.
+
+        A stall of our own (a suspended job, a file system that hangs) ends the lease, but is not
+        held against the coordinator: it has not been asked meanwhile.
         """
         now = self._clock()
+        self._stalled_s += max(0.0, now - self._last_tick - STALL_S)
+        self._last_tick = now
+        if self.exit_code is not None:
+            return
         if not self._welcomed:
             self._tick_hello(now)
             return
         if now >= self._next_heartbeat:
             self._beat(now)
-        if now - self._heard > self._recovery.lease_s:
+        silent_s = now - self._heard - self._stalled_s
+        if silent_s > self._recovery.lease_s:
             self._say(
-                f"no word from the coordinator for {now - self._heard:.1f} s "
+                f"no word from the coordinator for {silent_s:.1f} s "
                 f"(recovery.lease_s={self._recovery.lease_s:g}): leaving"
             )
             if self.group is not None:
@@ -220,4 +235,7 @@ class NodeAgent:
         if len(self._sent) > 1000:
             self._sent.pop(next(iter(self._sent)))
         progress = {} if self.group is None else self.group.progress()
-        self._uplink.send({"type": "heartbeat", "sequence": self._sequence, **progress})
+        started = self.group is not None
+        self._uplink.send(
+            {"type": "heartbeat", "sequence": self._sequence, "started": started, **progress}
+        )

@@ -90,13 +90,15 @@ class Worker:
         return PHASES[self.page.read(Word.PHASE)]
 
     def end(self) -> dict[str, Any]:
-        """How it ended, for the coordinator."""
+        """How it ended, for the coordinator. A traceback stays in the node's log: a thousand nodes
+        would send theirs with every heartbeat."""
+        words = self.last_words
         return {
             "rank": self.rank,
             "exit_status": self.exit_status,
             "phase": self.phase,
             "done_step": self.page.read(Word.DONE_STEP),
-            "last_words": self.last_words,
+            "last_words": words and {k: v for k, v in words.items() if k != "traceback"},
         }
 
 

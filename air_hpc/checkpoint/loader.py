@@ -28,7 +28,13 @@ from air_hpc.checkpoint.state import (
     training_state,
 )
 from air_hpc.errors import AirHpcError, BadInput, Problem
-from air_hpc.rundir.commit import Checkpoint, CheckpointInvalid, read_checkpoint, verify_file
+from air_hpc.rundir.commit import (
+    Checkpoint,
+    CheckpointInvalid,
+    CheckpointUnreadable,
+    read_checkpoint,
+    verify_file,
+)
 from air_hpc.session.messages import Message
 from air_hpc.session.session import Session
 
@@ -83,27 +89,36 @@ def resume(
 
 
 def _read(path: Path, ranks: Ranks) -> Checkpoint | str:
-    """The checkpoint as rank 0 reads it, or why it cannot be read."""
-    found: Checkpoint | str | None = None
+    """The checkpoint as rank 0 reads it, or why it is none. Raises CheckpointUnreadable."""
+    found: Checkpoint | CheckpointInvalid | None = None
     if ranks.rank == 0:
         try:
             found = read_checkpoint(path)
         except CheckpointInvalid as error:
-            found = str(error)
-    told: Checkpoint | str = ranks.tell(found)
-    return told
+            found = error
+    told: Checkpoint | CheckpointInvalid = ranks.tell(found)
+    if isinstance(told, CheckpointUnreadable):
+        raise told
+    return str(told) if isinstance(told, CheckpointInvalid) else told
 
 
 def _verify(checkpoint: Checkpoint, ranks: Ranks) -> str | None:
-    """Compare every file's digest, each rank its share; the first difference, or None."""
-    mine: str | None = None
+    """Compare every file's digest, each rank its share; the first difference, or None.
+
+    Raises CheckpointUnreadable on every rank: what one cannot read now is not thereby bad.
+    """
+    mine: CheckpointInvalid | None = None
     try:
         for number, name in enumerate(sorted(checkpoint.files)):
             if number % ranks.world_size == ranks.rank:
                 verify_file(checkpoint, name)
     except CheckpointInvalid as error:
-        mine = str(error)
-    return next((text for text in ranks.hear(mine) if text), None)
+        mine = error
+    found: list[CheckpointInvalid] = [said for said in ranks.hear(mine) if said is not None]
+    for said in found:
+        if isinstance(said, CheckpointUnreadable):
+            raise said
+    return str(found[0]) if found else None
 
 
 def _require_identity(checkpoint: Checkpoint, wanted: Identity) -> None:

@@ -11,8 +11,9 @@ The table (seen on real schedulers; `scontrol -o show job` after the save):
 | `scontrol requeue`, node lost  | COMPLETING | own + 1  |             |           |
 | scancel                        | COMPLETING | own      |             |           |
 
-A word that cannot be read never leads to a requeue: a requeue after a scancel would succeed and
-bring back what its owner had ended.
+A word that cannot be read never leads to a requeue of ours: one after a scancel would succeed and
+bring back what its owner had ended. Nor does it end the run for good, since Slurm may be starting
+it again by itself: it is left to Slurm.
 """
 
 from __future__ import annotations
@@ -54,14 +55,15 @@ def cause_of_stop(signal_name: str, word: SlurmWord | None, own_restarts: int) -
     """The cause behind a stop asked for by `signal_name` (SIGTERM, SIGUSR2, SIGINT or `timer`).
 
     `own_restarts` is SLURM_RESTART_COUNT of this start. `word` is None where Slurm could not be
-    asked: then a SIGTERM counts as cancelled, and only our own clock or USR2 as the time limit.
+    asked: then a SIGTERM leaves the next start to Slurm, and only our own clock or USR2 means the
+    time limit.
     """
     announced = signal_name in ("SIGUSR2", "timer")
     if word is None:
         if announced:
             return Cause(FailureClass.TIME_LIMIT, f"{signal_name} ahead of the time limit")
         return Cause(
-            FailureClass.CANCELLED, f"{signal_name}, and Slurm could not be asked who sent it"
+            FailureClass.REQUEUED, f"{signal_name}, and Slurm could not be asked who sent it"
         )
     said = f"{signal_name}; Slurm: {word.state}, Restarts={word.restarts}"
     if word.reason:

@@ -76,6 +76,9 @@ def classify(end: WorkerEnd) -> Failure:
         text = f"{words.get('type')}: {words.get('message')}"
         return Failure(failure_class, f"{where}: {text}", end.phase, end.rank)
     status = end.exit_status
+    if words is not None and words.get("kind") == "stopped" and words.get("saved") is False:
+        text = f"left at step {words.get('step')}, whose state could not be saved"
+        return Failure(FailureClass.STORAGE, f"{where}: {text}", end.phase, end.rank)
     if status is not None and status < 0:
         name = signal.Signals(-status).name if -status in _SIGNALS else f"signal {-status}"
         text = f"killed by {name} in phase {end.phase}"
@@ -84,7 +87,8 @@ def classify(end: WorkerEnd) -> Failure:
         elif status == -signal.SIGKILL:
             text += " (by hand, or out of memory: see the kernel's log)"
         return Failure(FailureClass.UNKNOWN, f"{where}: {text}", end.phase, end.rank)
-    text = f"ended with exit status {status} in phase {end.phase} without a word"
+    silence = " without a word" if words is None else ""
+    text = f"ended with exit status {status} in phase {end.phase}{silence}"
     return Failure(FailureClass.UNKNOWN, f"{where}: {text}", end.phase, end.rank)
 
 
@@ -154,6 +158,8 @@ def classify_generation(end: GenerationEnd, cause: Cause | None) -> tuple[Failur
     what = failure.evidence if failure else f"no word from {silent}"
     if cause is not None:
         done = f"stopped at step {end.target}" if end.saved_its_target else f"not saved: {what}"
+        if end.target == 0:
+            done = "stopped before a step began"
         return cause.failure_class, f"{cause.evidence}; {done}"
     if failure is not None and (failure.failure_class in NOT_RETRIED or not silent):
         return failure.failure_class, failure.evidence

@@ -82,6 +82,17 @@ class Checkpoint:
         return sum(record.size_bytes for record in self.files.values())
 
 
+class CheckpointUnreadable(CheckpointInvalid):
+    """The file system did not give it now (EIO, ESTALE): nothing is known against it."""
+
+
+def _invalid(path: Path, error: OSError) -> CheckpointInvalid:
+    """What a failed look at a checkpoint says of it: only a name that is not there tells much."""
+    absent = error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
+    kind = CheckpointInvalid if absent else CheckpointUnreadable
+    return kind(f"{path.name}: {error.strerror}: {error.filename}")
+
+
 def digest_file(path: Path) -> FileRecord:
     """Size and SHA-256 of a file, read in pieces."""
     with path.open("rb") as file:
@@ -241,7 +252,8 @@ def _require_files(folder: Path, files: Mapping[str, FileRecord]) -> None:
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Read COMMITTED and manifest of a checkpoint; raises CheckpointInvalid with the reason."""
+    """Read COMMITTED and manifest of a checkpoint; raises CheckpointInvalid with the reason, and
+    its subclass CheckpointUnreadable where another look may find it whole."""
     try:
         manifest = (path / MANIFEST).read_bytes()
         mark = json.loads((path / COMMITTED).read_bytes())
@@ -260,26 +272,26 @@ def read_checkpoint(path: Path) -> Checkpoint:
         token = Token.parse(body["token"])
         return Checkpoint(path, int(body["step"]), token, files, sha, body.get("facts", {}))
     except OSError as error:
-        raise CheckpointInvalid(f"{path.name}: {error.strerror}: {error.filename}") from None
+        raise _invalid(path, error) from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointInvalid(f"{path.name}: unreadable manifest ({error})") from None
 
 
 def verify_sizes(checkpoint: Checkpoint) -> None:
-    """Compare names and sizes with the manifest; raises CheckpointInvalid. Cheap: no reading."""
+    """Compare names and sizes with the manifest; raises as `read_checkpoint`. Reads no shard."""
     try:
         _require_files(checkpoint.path, checkpoint.files)
     except OSError as error:
-        raise CheckpointInvalid(f"{checkpoint.path.name}: {error}") from None
+        raise _invalid(checkpoint.path, error) from None
 
 
 def verify_file(checkpoint: Checkpoint, name: str) -> None:
-    """Compare the digest of one file with the manifest; raises CheckpointInvalid."""
+    """Compare the digest of one file with the manifest; raises as `read_checkpoint`."""
     expected = checkpoint.files[name]
     try:
         actual = digest_file(checkpoint.path / name)
     except OSError as error:
-        raise CheckpointInvalid(f"{checkpoint.path.name}: {error}") from None
+        raise _invalid(checkpoint.path, error) from None
     if actual != expected:
         raise CheckpointInvalid(
             f"{checkpoint.path.name}: {name} does not match its digest "
@@ -308,13 +320,17 @@ def mark_bad(run: RunDir, step: int, reason: str, *, token: Token | None = None)
 
 
 def is_bad(path: Path) -> bool:
-    """Whether a checkpoint folder carries a mark that holds."""
+    """Whether a checkpoint folder carries a mark that holds; raises CheckpointUnreadable."""
     try:
         mark = json.loads((path / BAD).read_bytes())
         return not Token.parse(mark["token"]) < read_checkpoint(path).token
     except FileNotFoundError:
         return False
-    except (OSError, ValueError, KeyError, TypeError, CheckpointInvalid):
+    except CheckpointUnreadable:
+        raise
+    except OSError as error:
+        raise _invalid(path, error) from None
+    except (ValueError, KeyError, TypeError, CheckpointInvalid):
         return True
 
 
@@ -324,19 +340,22 @@ class Candidates:
 
     usable: tuple[Checkpoint, ...]
     rejected: tuple[tuple[int, str], ...] = ()
+    unreadable: tuple[tuple[int, str], ...] = ()
 
 
 def find_candidates(run: RunDir) -> Candidates:
     """Committed checkpoints that count, with the right names and sizes, newest first.
 
     `rejected` has (step, reason) for those that fail to verify; marking them is the caller's.
+    `unreadable` has those that the file system did not give now: they may be whole.
     """
     usable: list[Checkpoint] = []
     rejected: list[tuple[int, str]] = []
+    unreadable: list[tuple[int, str]] = []
     for step, path in sorted(step_dirs(run), reverse=True):
-        if is_bad(path):
-            continue
         try:
+            if is_bad(path):
+                continue
             checkpoint = read_checkpoint(path)
             if not counts(run, checkpoint):
                 continue
@@ -344,9 +363,11 @@ def find_candidates(run: RunDir) -> Candidates:
                 raise CheckpointInvalid(f"{path.name}: its manifest is of step {checkpoint.step}")
             verify_sizes(checkpoint)
             usable.append(checkpoint)
+        except CheckpointUnreadable as error:
+            unreadable.append((step, str(error)))
         except CheckpointInvalid as error:
             rejected.append((step, str(error)))
-    return Candidates(tuple(usable), tuple(rejected))
+    return Candidates(tuple(usable), tuple(rejected), tuple(unreadable))
 
 
 def committed_steps(run: RunDir) -> list[int]:

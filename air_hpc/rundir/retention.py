@@ -73,10 +73,8 @@ def retire(
 
 def _is_refuse(run: RunDir, path: Path) -> bool:
     """Whether a checkpoint is marked bad or void; one that cannot be read now is neither."""
-    if is_bad(path):
-        return True
     with contextlib.suppress(CheckpointInvalid):
-        return not counts(run, read_checkpoint(path))
+        return is_bad(path) or not counts(run, read_checkpoint(path))
     return False
 
 

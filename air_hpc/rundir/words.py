@@ -12,7 +12,8 @@ class FailureClass(StrEnum):
     PREEMPTED = "preempted"
     TIME_LIMIT = "time_limit"
     REQUEUED = "requeued"
-    """Slurm restarts the job already: a `scontrol requeue` by hand, or preemption without grace."""
+    """Slurm restarts the job already, or nobody does: a `scontrol requeue` by hand, preemption
+    without grace, a SIGTERM whose cause Slurm did not tell."""
     CANCELLED = "cancelled"
     NODE_LOST = "node_lost"
     NOT_ARRIVED = "not_arrived"

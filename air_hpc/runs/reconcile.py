@@ -152,7 +152,9 @@ def _ended(status: RunStatus, job: JobRecord, source: str) -> Reconciled:
     code = f", exit status {job.exit_code}" if job.exit_code else ""
     on = f" on {', '.join(job.nodes)}" if job.nodes and job.state == "NODE_FAIL" else ""
     if status.state is RunState.PENDING:
-        silence = "before its agents said a word; the batch log may tell why"
+        silence = "before its agents said a word"
+        if job.nodes:  # else it never left the queue, and there is no log
+            silence += "; the batch log may tell why"
     elif status.state is RunState.REQUEUED:
         silence = "and nothing will start the run again, although it was to be requeued"
     else:

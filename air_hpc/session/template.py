@@ -41,8 +41,11 @@ def serve(channel: socket.socket, module: str) -> None:
     os.set_blocking(wake_write, False)
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
+    waiting = select.poll()  # an agent of a thousand nodes has descriptors that select cannot take
+    waiting.register(channel, select.POLLIN)
+    waiting.register(wake_read, select.POLLIN)
     while True:
-        ready, _, _ = select.select([channel.fileno(), wake_read], [], [])
+        ready = {fd for fd, _ in waiting.poll()}
         if wake_read in ready:
             os.read(wake_read, 4096)
             _report_exits(channel, children)

@@ -16,6 +16,7 @@ from typing import NoReturn
 
 from air_hpc.errors import EXIT_ENVIRONMENT, EXIT_OK, AirHpcError, BadInput, EnvironmentFailure
 from air_hpc.plan.frozen import FrozenRun, read_run_yaml
+from air_hpc.rundir.commit import CheckpointUnreadable
 from air_hpc.rundir.fence import Fenced
 from air_hpc.rundir.words import FailureClass
 from air_hpc.session.messages import Message
@@ -184,6 +185,7 @@ def classify(error: BaseException) -> FailureClass:
             return failure_class
     by_type: list[tuple[type[BaseException], FailureClass]] = [
         (Fenced, FailureClass.FENCED),
+        (CheckpointUnreadable, FailureClass.STORAGE),
         (BadInput, FailureClass.USER_ERROR),
         (EnvironmentFailure, FailureClass.ENVIRONMENT),
         (ConnectionError, FailureClass.NETWORK),

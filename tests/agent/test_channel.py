@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import socket
 import stat
 import time
@@ -22,6 +23,7 @@ from air_hpc.agent.channel import (
     CoordinatorSocket,
     Message,
     Signer,
+    allow_connections,
     candidate_ports,
     to_coordinator,
     to_node,
@@ -228,3 +230,13 @@ class TestFinding:
         hub = opened(CoordinatorSocket(context, signer(), free_candidates(1)))
         message: Message = {"type": "kill"}
         hub.send("nowhere", message)
+
+
+def test_a_thousand_nodes_may_connect_under_the_usual_soft_limit() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, hard), hard))
+    try:
+        allow_connections()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 256
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

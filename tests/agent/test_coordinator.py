@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from air_hpc.agent.coordinator import GATHER_S, KILL_WAIT_S
-from air_hpc.errors import EXIT_DO_NOT_RESTART, EXIT_OK
+import pytest
+
+from air_hpc.agent import ending
+from air_hpc.agent.coordinator import GATHER_S, KILL_WAIT_S, LEAVE_S
+from air_hpc.errors import EXIT_DO_NOT_RESTART, EXIT_OK, EnvironmentFailure
 from air_hpc.plan.frozen import read_run_yaml
 from air_hpc.rundir.events import Kind
 from air_hpc.rundir.state import fold
@@ -158,6 +161,25 @@ class TestEnds:
         assert failure_class is FailureClass.NETWORK
         assert "rank 3 on n2" in evidence
 
+    def test_a_worker_that_does_not_leave_with_the_others_is_killed(self, running: Play) -> None:
+        """One that hung in its teardown once held all nodes until the time limit."""
+        running.worker("committed", step=10, bytes=5)
+        running.ended("n1", 0, 1)
+        running.ended("n2", 2)
+        running.wait(LEAVE_S - 1)
+        assert running.socket.of("kill") == []
+        running.wait(2)
+        assert set(running.socket.to("kill")) == set(NODES)
+        running.ended("n2", 3, exit_status=-9)
+        assert running.end[1] is Verdict.REQUEUE
+        assert "rank 3 on n2" in running.end[2]
+
+    def test_a_failure_after_others_left_is_not_waited_for_longer(self, running: Play) -> None:
+        running.ended("n1", 0, 1)
+        running.failed("n2", 2)
+        running.wait(GATHER_S + 1)
+        assert set(running.socket.to("kill")) == set(NODES)
+
     def test_nodes_that_beat_but_report_no_end_of_their_killed_workers_are_lost(
         self, running: Play
     ) -> None:
@@ -207,6 +229,39 @@ class TestEnds:
         assert play(restart_count=6).coordinator.outcome is None
 
 
+class TestFailures:
+    @pytest.mark.parametrize(
+        ("error", "failure_class", "verdict"),
+        [
+            (OSError(28, "No space left on device"), FailureClass.STORAGE, Verdict.REQUEUE),
+            (EnvironmentFailure("no list"), FailureClass.ENVIRONMENT, Verdict.STOP),
+            (KeyError("step"), FailureClass.UNKNOWN, Verdict.REQUEUE),
+        ],
+    )
+    def test_an_error_of_the_coordinators_own_process_has_a_verdict(
+        self, running: Play, error: Exception, failure_class: FailureClass, verdict: Verdict
+    ) -> None:
+        """The job once ended without one, and nothing started it again."""
+        running.coordinator.fail(error)
+        assert running.end[:2] == (failure_class, verdict)
+        assert "the agent on n1 failed" in running.end[2]
+        assert running.intent() == str(verdict)
+        assert set(running.socket.to("kill")) == set(NODES)
+
+    def test_a_disk_that_takes_no_probe_leaves_the_verdict_standing(
+        self, running: Play, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def full(*_: object) -> bool:
+            raise OSError(122, "Disk quota exceeded")
+
+        monkeypatch.setattr(ending, "still_newest", full)
+        monkeypatch.setattr(ending, "read_ledger", full)
+        running.signal("SIGTERM")
+        running.failed_all("storage")
+        assert running.coordinator.outcome is not None
+        assert any("Disk quota exceeded" in text for text in running.said)
+
+
 class TestStops:
     def agree(self, one: Play, *steps: int) -> None:
         for node, step in zip(NODES, steps, strict=True):
@@ -250,6 +305,14 @@ class TestStops:
         running.socket.sent.clear()
         running.beat("n1")
         assert ("n1", {"type": "target", "step": 7}) in running.socket.sent
+
+    def test_a_node_that_missed_its_start_is_told_again(self, running: Play) -> None:
+        """Its workers were once awaited by all others until the rendezvous timed out."""
+        first = dict(running.socket.of("start"))["n2"]
+        running.socket.sent.clear()
+        running.beat("n1", started=True)
+        running.beat("n2", started=False)
+        assert running.socket.of("start") == [("n2", first)]
 
     def test_a_save_that_takes_too_long_is_ended(self, running: Play) -> None:
         running.signal("SIGTERM")

@@ -54,6 +54,8 @@ class TestStarts:
         assert one.exit_code == exit_code
         one.hello("n2")
         assert one.socket.to("leave") == ["n2"]
+        one.signal("SIGTERM")
+        one.coordinator.on_message("n2", {"type": "agent_failed", "reason": "no route"})
         assert one.coordinator.dismissed
         assert one.coordinator.token is None
         assert newest_token(run) == Token(1, 1)
@@ -117,6 +119,26 @@ class TestCheckpoints:
         assert one.event(Kind.CHECKPOINT_BAD).facts["step"] == 8
         assert (checkpoint_path(run, 8) / BAD).exists()
         assert one.event(Kind.GENERATION_STARTED).facts["resume_step"] == 4
+
+    def test_one_that_cannot_be_read_now_is_not_passed_over(
+        self, run: RunDir, play: Callable[..., Play]
+    ) -> None:
+        """A moment's EIO or ESTALE once cost the newest checkpoint for good."""
+        commit_steps(run, 4, 8)
+        mark = checkpoint_path(run, 8) / "COMMITTED"
+        whole = mark.read_bytes()
+        mark.unlink()
+        mark.symlink_to(mark)
+        one = play()
+        one.hello(*NODES)
+        assert one.end[:2] == (FailureClass.STORAGE, Verdict.REQUEUE)
+        assert "cannot read what to resume from: step-8" in one.end[2]
+        assert one.socket.of("start") == []
+        mark.unlink()
+        mark.write_bytes(whole)
+        again = play(restart_count=1)
+        again.hello(*NODES)
+        assert again.event(Kind.GENERATION_STARTED).facts["resume_step"] == 8
 
     @pytest.mark.parametrize("failure_class", ["unknown", "checkpoint"])
     def test_a_crash_in_the_load_blames_the_checkpoint(
@@ -206,11 +228,13 @@ INTENTS: dict[str, dict[str, str | None]] = {
     "time limit": {"requeue": "requeue", "resubmit": "resubmit", "chain": None, "none": "stop"},
     "failure": {"requeue": "requeue", "resubmit": "resubmit", "chain": None, "none": "stop"},
     "failure, requeued": {"requeue": None, "resubmit": None, "chain": None, "none": "stop"},
+    "unknown sender": {"requeue": None, "resubmit": None, "chain": "stop", "none": "stop"},
     "scancel": dict.fromkeys(("requeue", "resubmit", "chain", "none"), "stop"),
     "user error": dict.fromkeys(("requeue", "resubmit", "chain", "none"), "stop"),
     "completed": dict.fromkeys(("requeue", "resubmit", "chain", "none")),
 }
-WORDS = {
+WORDS: dict[str, SlurmWord | None] = {
+    "unknown sender": None,
     "preempted": PREEMPTED,
     "preempted, 24.11": PREEMPTED_NEW,
     "requeued by hand": REQUEUED,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,8 @@ import pytest
 
 from air_hpc.agent import attempt
 from air_hpc.agent.coordinator import Outcome
+from air_hpc.rundir.events import Kind, read_ledger
+from air_hpc.rundir.words import FailureClass, Verdict
 from tests.agent.groups import environ
 from tests.run_builder import build_run
 
@@ -38,6 +41,10 @@ class FakeSignals:
 
     def __init__(self) -> None:
         self.waits: list[float] = []
+        self.fd = os.eventfd(0)
+
+    def read(self) -> list[str]:
+        return []
 
     def wait(self, timeout_s: float) -> None:
         self.waits.append(timeout_s)
@@ -65,3 +72,44 @@ def test_a_signal_in_the_pause_of_a_local_run_is_left_to_the_next_attempt(
     assert attempt.run_agent([str(run.path)], signals) == 93  # type: ignore[arg-type]
     assert signals.waits == [60.0]
     assert made == [signals, signals]
+
+
+def only_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> Any:
+    """The one attempt of a local run on this machine, and its ledger's last end."""
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    run = build_run(tmp_path, "train.steps=1", "tracking.uri=null", *overrides)
+    context = attempt.read_job_context({})
+    frozen = attempt.read_run_yaml(run.run_yaml.read_text())
+    one = attempt.Attempt(context, run, frozen, FakeSignals())  # type: ignore[arg-type]
+    return run, one
+
+
+def test_an_agent_that_fails_leaves_a_verdict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stale(_: object) -> None:
+        raise OSError(116, "Stale file handle")
+
+    monkeypatch.setattr(attempt.NodeAgent, "tick", stale)
+    run, one = only_attempt(tmp_path, monkeypatch)
+    with pytest.raises(OSError, match="Stale"):
+        one.execute()
+    end = read_ledger(run).events[-1]
+    assert end.kind == Kind.ATTEMPT_ENDED
+    assert end.facts["failure_class"] == FailureClass.STORAGE
+    assert end.facts["verdict"] == Verdict.REQUEUE
+
+
+def test_the_first_node_does_not_leave_before_the_verdict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own deadline of the start once came before the coordinator's word was there."""
+
+    def leave(node: Any) -> None:
+        node.exit_code = 1
+
+    monkeypatch.setattr(attempt.NodeAgent, "tick", leave)
+    run, one = only_attempt(tmp_path, monkeypatch, "launch.start_timeout_s=0.5")
+    one.execute()
+    end = read_ledger(run).events[-1]
+    assert end.facts["failure_class"] == FailureClass.NOT_ARRIVED

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -131,6 +132,27 @@ def test_without_acknowledgement_for_a_lease_the_node_leaves(node: Node) -> None
     assert node.lost == 1
 
 
+def test_a_stall_of_our_own_is_not_held_against_the_coordinator(node: Node) -> None:
+    """A job that was suspended, or whose disk hung for a lease, once ended without a verdict."""
+    node.agent.on_message({"type": "welcome"})
+    node.wait(5)
+    node.now += 60
+    node.wait(10, acknowledged=False)
+    assert node.agent.exit_code is None
+    node.wait(10, acknowledged=False)
+    assert node.agent.exit_code == EXIT_ENVIRONMENT
+
+
+def test_a_node_that_has_left_says_nothing_more(node: Node) -> None:
+    node.agent.on_message({"type": "welcome"})
+    node.wait(20, acknowledged=False)
+    sent = list(node.sent)
+    node.now += 30
+    node.agent.tick()
+    assert node.sent == sent
+    assert node.lost == 1
+
+
 def test_a_late_acknowledgement_extends_the_lease_from_when_the_beat_was_sent(node: Node) -> None:
     node.agent.on_message({"type": "welcome"})
     node.wait(1, acknowledged=False)
@@ -157,6 +179,17 @@ def test_workers_that_cannot_be_started_are_reported(node: Node) -> None:
     node.agent.pump()
     node.agent.on_message({"type": "welcome"})
     node.wait(1)
+
+
+def test_a_start_that_is_said_again_starts_nothing_twice(node: Node) -> None:
+    node.agent.on_message({"type": "welcome"})
+    node.wait(1)
+    assert node.of("heartbeat")[-1]["started"] is False
+    start = start_of(2)
+    node.agent.group = group = SimpleNamespace(token=start.token, close=pytest.fail)  # type: ignore[assignment]
+    node.agent.on_message({"type": "start", "start": start.to_json()})
+    assert node.agent.group is group
+    assert node.of("start_failed") == []
 
 
 def test_a_stop_before_any_worker_runs_reports_that_none_began(node: Node) -> None:

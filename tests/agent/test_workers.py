@@ -122,7 +122,7 @@ def test_exit_statuses_travel(
         assert log == "r0 | no such file\n"
     if at_end == "raise":
         assert (words["type"], words["failure_class"]) == ("KeyError", "user_error")
-        assert "KeyError" in words["traceback"]
+        assert "traceback" not in words, "a thousand nodes repeat it with every beat"
     else:
         assert words is None
 

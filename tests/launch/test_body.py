@@ -170,3 +170,11 @@ def test_the_name_of_a_job_that_is_submitted_again_and_again_does_not_grow(site:
     site.program("squeue", "#!/bin/bash\n")
     assert site.run("resubmit", {"SLURM_JOB_NAME": "a job.again-5-0"}).returncode == 0
     assert "--job-name=a job.again-7-0 " in count.read_text()
+
+
+def test_the_word_of_an_earlier_start_under_the_same_job_is_not_obeyed(site: Site) -> None:
+    """It once had srun killed after 20 s, and the job requeued."""
+    intent = site.run_dir / "attempts" / "intents" / "7.0"
+    intent.write_text("stop\n")
+    assert site.run("finish").returncode == 0
+    assert not intent.exists()

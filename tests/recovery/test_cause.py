@@ -63,7 +63,10 @@ class TestAnnounced:
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
 def test_a_word_that_cannot_be_read_never_leads_to_a_requeue(name: str) -> None:
-    assert cause_of_stop(name, None, OWN).failure_class is FailureClass.CANCELLED
+    """Nor to a final verdict: a preempted run that Slurm started again was once over by then."""
+    cause = cause_of_stop(name, None, OWN)
+    assert cause.failure_class is FailureClass.REQUEUED
+    assert slurm_requeues_itself(cause.failure_class, None, OWN)
 
 
 def test_a_first_start_that_was_requeued_is_told_by_its_count() -> None:

@@ -7,7 +7,14 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from air_hpc.recovery.evidence import WorkerEnd, classify, first_failure
+from air_hpc.recovery.cause import Cause
+from air_hpc.recovery.evidence import (
+    GenerationEnd,
+    WorkerEnd,
+    classify,
+    classify_generation,
+    first_failure,
+)
 from air_hpc.rundir.words import FailureClass
 
 
@@ -44,6 +51,21 @@ def test_a_clean_exit_without_a_word_is_a_failure() -> None:
     assert failure.failure_class is FailureClass.UNKNOWN
     assert "rank 3 on n2" in failure.evidence
     assert "without a word" in failure.evidence
+
+
+def test_a_stop_whose_state_could_not_be_saved_says_so() -> None:
+    words = {"kind": "stopped", "step": 7, "saved": False}
+    failure = classify(end(0, 1, last_words=words))
+    assert failure.failure_class is FailureClass.STORAGE
+    assert "left at step 7, whose state could not be saved" in failure.evidence
+
+
+def test_a_stop_before_the_first_step_names_no_step() -> None:
+    """A run that had resumed from step 500 was once said to be stopped at step 0."""
+    left = end(0, 0, last_words={"kind": "stopped", "step": 500, "saved": True})
+    stopped = GenerationEnd((left,), {}, signal_name="SIGTERM", target=0, committed=500)
+    cause = Cause(FailureClass.PREEMPTED, "SIGTERM")
+    assert classify_generation(stopped, cause)[1] == "SIGTERM; stopped before a step began"
 
 
 def test_an_error_carries_its_class_and_text() -> None:

@@ -16,6 +16,7 @@ from air_hpc.rundir.commit import (
     COMMITTED,
     MANIFEST,
     CheckpointInvalid,
+    CheckpointUnreadable,
     FileRecord,
     abort_save,
     begin_save,
@@ -102,6 +103,35 @@ def test_a_damaged_manifest_or_mark_rejects_with_a_reason(
     found = find_candidates(run)
     assert [checkpoint.step for checkpoint in found.usable] == [10]
     assert [step for step, _ in found.rejected] == [20]
+
+
+@pytest.mark.parametrize("name", [MANIFEST, BAD])
+def test_what_the_file_system_does_not_give_now_is_not_held_against_a_checkpoint(
+    run: RunDir, name: str
+) -> None:
+    attempt(run, saves=2)
+    path = checkpoint_path(run, 20) / name
+    whole = path.read_bytes() if path.exists() else None
+    path.unlink(missing_ok=True)
+    path.symlink_to(path)  # ELOOP, as EIO and ESTALE: it is there and cannot be read
+    found = find_candidates(run)
+    assert [checkpoint.step for checkpoint in found.usable] == [10]
+    assert found.rejected == ()
+    assert [step for step, _ in found.unreadable] == [20]
+    path.unlink()
+    if whole is not None:
+        path.write_bytes(whole)
+    assert committed_steps(run) == [20, 10]
+
+
+def test_a_shard_that_cannot_be_read_now_is_not_a_wrong_one(run: RunDir) -> None:
+    attempt(run)
+    checkpoint = read_checkpoint(checkpoint_path(run, 10))
+    shard = checkpoint.path / SHARDS[0]
+    shard.unlink()
+    shard.symlink_to(shard)
+    with pytest.raises(CheckpointUnreadable):
+        verify_file(checkpoint, SHARDS[0])
 
 
 def test_a_checkpoint_under_another_steps_name_is_rejected(run: RunDir) -> None:

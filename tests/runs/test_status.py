@@ -105,6 +105,16 @@ def test_a_job_that_ended_without_its_agents_word_ends_the_run_by_slurms(
     assert "without a last word" in (view.reason or "")
 
 
+def test_a_job_that_was_cancelled_in_the_queue_has_no_log_to_look_at(
+    tmp_path: Path, slurm: ToldSlurm
+) -> None:
+    line = accounted("100", "CANCELLED by 1000")
+    slurm.tell("sacct", line.replace("\x1fn1\x1f", "\x1fNone assigned\x1f"))
+    view = view_run(MadeRun(tmp_path / "runs").submitted().dir)
+    assert view.status.state is RunState.CANCELLED
+    assert (view.reason or "").endswith("before its agents said a word")
+
+
 def test_time_stands_still_where_slurm_says_the_run_ended(tmp_path: Path, slurm: ToldSlurm) -> None:
     run = MadeRun(tmp_path / "runs").submitted().training(job_id="100")
     slurm.tell("sacct", accounted("100", "NODE_FAIL"))

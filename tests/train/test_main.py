@@ -10,6 +10,7 @@ from air_hpc.checkpoint.loader import NoUsableCheckpoint
 from air_hpc.checkpoint.saver import SavesFail
 from air_hpc.errors import BadInput, EnvironmentFailure
 from air_hpc.parallel.world import RanksMissing
+from air_hpc.rundir.commit import CheckpointUnreadable
 from air_hpc.rundir.fence import Fenced
 from air_hpc.rundir.words import FailureClass
 from air_hpc.train.main import classify
@@ -21,6 +22,7 @@ from air_hpc.train.setup import torch_warning
     [
         (Fenced("x"), FailureClass.FENCED),
         (SavesFail("x"), FailureClass.STORAGE),
+        (CheckpointUnreadable("x"), FailureClass.STORAGE),
         (NoUsableCheckpoint("x"), FailureClass.CHECKPOINT),
         (BadInput.single("a", 1, "x"), FailureClass.USER_ERROR),
         (EnvironmentFailure("x"), FailureClass.ENVIRONMENT),

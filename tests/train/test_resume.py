@@ -101,6 +101,18 @@ def test_a_run_whose_checkpoints_are_all_bad_does_not_begin_again(tmp_path: Path
         attempt(run, spec, plan, resume_steps=(3,))
 
 
+def test_a_checkpoint_that_cannot_be_read_now_is_not_passed_over(tmp_path: Path) -> None:
+    spec = small_spec(3)
+    plan = plan_for(spec, Mesh(dp_replicate=2))
+    run = make_run(tmp_path)
+    attempt(run, spec, plan)
+    manifest = run.checkpoints_dir / "step-3" / "manifest.json"
+    manifest.unlink()
+    manifest.symlink_to(manifest)  # ELOOP, as EIO and ESTALE: it is there and cannot be read
+    with pytest.raises(AssertionError, match=r"CheckpointUnreadable.*step-3"):
+        attempt(run, spec, plan, resume_steps=(3,))
+
+
 def test_other_data_is_refused(tmp_path: Path) -> None:
     spec = small_spec(3)
     run = make_run(tmp_path)
