@@ -35,7 +35,7 @@ from air_hpc.parallel.world import World, start_world, stop_world
 from air_hpc.plan.make import make_plan
 from air_hpc.plan.types import Plan
 from air_hpc.probes.matmul import device_name
-from air_hpc.probes.ports import find_free_port
+from air_hpc.probes.ports import free_ports
 from air_hpc.rundir.layout import RunDir, create_run_dir
 from air_hpc.session.session import Session
 from air_hpc.train.loop import Trainer
@@ -132,7 +132,7 @@ def prepare(steps: int, threads: int, overrides: list[str]) -> Case:
     if plan is None or plan.world_size != 1:
         sys.exit("\n".join(map(str, problems)) or "one worker only")
     os.environ["MASTER_ADDR"] = "127.0.0.1"
-    os.environ["MASTER_PORT"] = str(find_free_port(os.getpid()))
+    os.environ["MASTER_PORT"] = str(free_ports(1, str(os.getpid()))[0])
     world = start_world(
         plan.mesh, rank=0, local_rank=0, world_size=1, kind=spec.accelerator.kind, timeout_s=60
     )
