@@ -151,8 +151,10 @@ class NodeAgent:
         if reason:
             self._say(reason)
         if self.group is not None:
-            self.group.close()
+            lost = self.group.close()
             self.group = None
+            if lost:
+                self._say(f"{lost} bytes of the workers' log could not be written")
         self.exit_code = exit_code
 
     def fds(self) -> list[int]:

@@ -303,8 +303,8 @@ class WorkerGroup:
         """Whether any worker is still there."""
         return any(worker.exit_status is None for worker in self.workers)
 
-    def close(self) -> None:
-        """Kill what is left and release everything."""
+    def close(self) -> int:
+        """Kill what is left and release everything; how many bytes of their logs were lost."""
         self.kill()
         for worker in self.workers:
             if worker.channel.fileno() >= 0:
@@ -314,6 +314,7 @@ class WorkerGroup:
                 worker.output_fd = -1
             worker.page.close()
         self._log.close()
+        return self._log.lost_bytes
 
 
 def worker_command(engine: str, python: str) -> list[str]:

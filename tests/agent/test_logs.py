@@ -58,13 +58,26 @@ def test_a_full_disk_loses_lines_and_counts_them(monkeypatch: pytest.MonkeyPatch
     log = NodeLog(Path("/dev/full"))
     monkeypatch.undo()
     log.write(0, [b"lost"])
-    assert log.lost_bytes == len(b"r0 | lost\n")
     log.close()
+    assert log.lost_bytes == len(b"r0 | lost\n")
 
 
 def test_a_log_that_cannot_be_opened_stops_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     log = NodeLog(tmp_path / "file" / "node-n1.log")
     log.write(0, [b"lost"])
-    assert log.lost_bytes > 0
     log.close()
+    assert log.lost_bytes > 0
+
+
+def test_a_file_system_that_hangs_holds_up_nobody(tmp_path: Path) -> None:
+    """The agent once appended in its own loop: a slow NFS stopped its heartbeats."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    log = NodeLog(pipe)
+    for _ in range(400):
+        log.write(0, [b"x" * 100_000])  # far more than a pipe nobody reads can hold
+    assert log.lost_bytes > 0
+    log.close()  # waits CLOSE_S and no longer
+    os.close(reader)
