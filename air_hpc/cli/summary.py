@@ -28,7 +28,7 @@ def describe(summary: Summary) -> str:
         ),
         ("steps", _steps(summary)),
         ("loss", _loss(summary)),
-        ("tokens/s", rate(summary.tokens_per_s)),
+        ("tokens/s", _speed(summary)),
         ("MFU", _mfu(summary)),
         (
             "goodput",
@@ -56,6 +56,12 @@ def _loss(summary: Summary) -> str:
     if summary.first_loss is None or summary.last_loss is None:
         return UNKNOWN
     return f"{number(summary.first_loss)} -> {number(summary.last_loss)}"
+
+
+def _speed(summary: Summary) -> str:
+    """The median step's, as the MFU below it: a mean would count pauses of the machine."""
+    said = rate(summary.tokens_per_s)
+    return said if summary.tokens_per_s is None else f"{said} in the median step"
 
 
 def _mfu(summary: Summary) -> str:

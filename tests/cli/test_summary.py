@@ -27,5 +27,5 @@ def test_a_rate_above_the_peak_is_said_to_be_wrong_and_gives_no_mfu(tmp_path: Pa
     rates = {"perf/tokens_per_second": 12000.0, "perf/mfu_invalid": 1.0}
     run.metrics({1: rates, 2: rates})
     shown = summary_of(run)
-    assert shown["tokens/s"].strip() == "12,000"
+    assert shown["tokens/s"].strip() == "12,000 in the median step"
     assert "above the measured peak of 30 GFLOP/s" in shown["MFU"]
