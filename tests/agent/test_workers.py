@@ -70,6 +70,7 @@ def test_workers_finish_with_their_words_and_their_output(
             "done_step": 3,
             "last_words": {"kind": "finished", "rank": worker.rank, "step": 3},
         }
+    group.close()  # waits for the log, which a thread of its own writes
     log = node_log_path(run.generation_dir(1, 1), "n1").read_text().splitlines()
     assert [line for line in log if line.startswith("r1 ")] == ["r1 | hello", "r1 | world"]
     assert len(group.said_by(0, "training_started")) == 1
@@ -117,6 +118,7 @@ def test_exit_statuses_travel(
     group = group_of(1, steps=1, at_end=at_end)
     assert group.listen_to_the_end() == {0: status}
     words = group.workers[0].end()["last_words"]
+    group.close()
     if at_end == "exit_text":
         log = node_log_path(run.generation_dir(1, 1), "n1").read_text()
         assert log == "r0 | no such file\n"
