@@ -34,7 +34,6 @@ from air_hpc.agent.environment import (
     own_address,
     read_job_context,
 )
-from air_hpc.agent.environment import boot_id as this_boot_id
 from air_hpc.agent.main import SignalPipe, say
 from air_hpc.agent.node import NodeAgent
 from air_hpc.agent.scheduler import LocalScheduler, Scheduler, SlurmScheduler
@@ -46,6 +45,7 @@ from air_hpc.plan.frozen import FrozenRun, read_run_yaml
 from air_hpc.probes.ports import free_ports
 from air_hpc.rundir.atomic import is_shared
 from air_hpc.rundir.layout import RunDir, open_run_dir
+from air_hpc.runs.process import boot_id
 from air_hpc.slurm.hostlist import fold
 
 TICK_MS = 100
@@ -177,7 +177,7 @@ class Attempt:
         return {
             "type": "hello",
             "index": context.node_index,
-            "boot_id": this_boot_id(),
+            "boot_id": boot_id() or context.node,
             "address": own_address(towards, spec.cluster.network_interface),
             "ports": free_ports(PORTS_OFFERED, seed),
             "devices": [device.to_json() for device in devices],

@@ -20,7 +20,7 @@ from typing import Any
 
 from air_hpc.agent.channel import CoordinatorSocket, Message
 from air_hpc.agent.ending import Ask, Ending, Outcome, ThreadQuestion
-from air_hpc.agent.environment import JobContext, boot_id, process_start
+from air_hpc.agent.environment import JobContext
 from air_hpc.agent.members import Member, problems_of
 from air_hpc.agent.scheduler import Scheduler
 from air_hpc.agent.workers import GenerationStart
@@ -44,7 +44,8 @@ from air_hpc.rundir.layout import RunDir
 from air_hpc.rundir.retention import sweep_leftovers
 from air_hpc.rundir.state import End, RunStatus, fold
 from air_hpc.rundir.words import FailureClass, RunState, Verdict
-from air_hpc.session.messages import Message as WorkerMessage
+from air_hpc.runs.process import boot_id, start_time
+from air_hpc.session.messages import RECORDED
 
 GATHER_S = 2.0
 """After a first failed worker: how long the others' ends are awaited before they are killed."""
@@ -53,16 +54,6 @@ LEAVE_S = 300.0
 but a process can hang in its teardown, and would hold the nodes until the time limit."""
 KILL_WAIT_S = 10.0
 """After the kill: how long ends are awaited before the nodes that send none are passed over."""
-
-_RECORDED = {
-    WorkerMessage.RESUMED: Kind.RESUMED,
-    WorkerMessage.TRAINING_STARTED: Kind.TRAINING_STARTED,
-    WorkerMessage.SAVE_BEGUN: Kind.CHECKPOINT_BEGUN,
-    WorkerMessage.COMMITTED: Kind.CHECKPOINT_COMMITTED,
-    WorkerMessage.SAVE_FAILED: Kind.CHECKPOINT_FAILED,
-    WorkerMessage.CHECKPOINT_BAD: Kind.CHECKPOINT_BAD,
-    WorkerMessage.MEASURED: Kind.MEASURED,
-}
 
 
 class Coordinator:
@@ -136,7 +127,7 @@ class Coordinator:
             scheduler=context.scheduler,
             node=context.node,
             pid=os.getpid(),
-            pid_start=process_start(os.getpid()),
+            pid_start=start_time(os.getpid()),
             boot_id=boot_id(),
         )
         if self._stopped_by_silence(ask):
@@ -334,7 +325,7 @@ class Coordinator:
             )
 
     def _on_worker(self, message: dict[str, Any]) -> None:
-        kind = _RECORDED.get(message["kind"])
+        kind = RECORDED.get(message["kind"])
         if kind is None:
             return
         facts = {key: value for key, value in message.items() if key not in ("kind", "rank")}

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import platform
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from ipaddress import ip_address
-from pathlib import Path
 from typing import Any, Literal
 
 import psutil
@@ -77,22 +75,6 @@ def read_job_context(environ: Mapping[str, str]) -> JobContext:
             f"inside a Slurm job, but its environment lacks {error}",
             next_step="start the agent with srun, one task a node",
         ) from None
-
-
-def boot_id() -> str:
-    """What tells one running machine from another, also where all hostnames are equal."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return f"{platform.node()}-{psutil.boot_time():.0f}"
-
-
-def process_start(pid: int) -> float | None:
-    """When a process started (tells a recycled pid apart), or None when it is gone."""
-    try:
-        return float(psutil.Process(pid).create_time())
-    except psutil.Error:
-        return None
 
 
 def coordinator_addresses(context: JobContext) -> list[str]:

@@ -18,22 +18,11 @@ from air_hpc.agent.workers import GenerationStart, WorkerGroup
 from air_hpc.config.spec import RecoverySpec
 from air_hpc.errors import EXIT_ENVIRONMENT
 from air_hpc.rundir.layout import RunDir
-from air_hpc.session.messages import Message as WorkerMessage
+from air_hpc.session.messages import RECORDED
 
 HELLO_INTERVAL_S = 0.5
 STALL_S = 1.0
 """Ticks further apart than this are a stall of this process."""
-FORWARDED = frozenset(
-    {
-        WorkerMessage.RESUMED,
-        WorkerMessage.TRAINING_STARTED,
-        WorkerMessage.SAVE_BEGUN,
-        WorkerMessage.COMMITTED,
-        WorkerMessage.SAVE_FAILED,
-        WorkerMessage.CHECKPOINT_BAD,
-        WorkerMessage.MEASURED,
-    }
-)
 
 
 class Uplink(Protocol):
@@ -185,7 +174,7 @@ class NodeAgent:
             self._uplink.send({"type": "ended", "workers": self.group.ends()})
 
     def _on_worker_message(self, rank: int, message: dict[str, Any]) -> None:
-        if message["kind"] in FORWARDED:
+        if message["kind"] in RECORDED:
             self._uplink.send({"type": "worker", "rank": rank, "message": message})
 
     # -- as time passes ----------------------------------------------------------------------------

@@ -242,12 +242,6 @@ def log_pattern(planned: Submission, part: Chunk) -> str:
     return f"{folder}/%A_%a.log" if part.array else f"{folder}/%j.log"
 
 
-def batch_log(planned: Submission, chunk: int, index: int, job_id: str) -> Path:
-    """The log of one job's batch script."""
-    name = f"{job_id}_{index}.log" if planned.chunks[chunk].array else f"{job_id}.log"
-    return planned.folder / name
-
-
 def _make_run(
     planned: Submission,
     task: Task,

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any
 
+from air_hpc.rundir.events import Kind
+
 MAX_BYTES = 64 * 1024
 
 
@@ -43,6 +45,18 @@ class Message(StrEnum):
 
 _SHORTEST = 64
 """Characters below which a fact is not cut any more."""
+
+
+RECORDED: Mapping[str, Kind] = {
+    Message.RESUMED: Kind.RESUMED,
+    Message.TRAINING_STARTED: Kind.TRAINING_STARTED,
+    Message.SAVE_BEGUN: Kind.CHECKPOINT_BEGUN,
+    Message.COMMITTED: Kind.CHECKPOINT_COMMITTED,
+    Message.SAVE_FAILED: Kind.CHECKPOINT_FAILED,
+    Message.CHECKPOINT_BAD: Kind.CHECKPOINT_BAD,
+    Message.MEASURED: Kind.MEASURED,
+}
+"""The messages that a node passes on to the coordinator, and the event each becomes."""
 
 
 def encode(kind: str, facts: Mapping[str, Any]) -> bytes:

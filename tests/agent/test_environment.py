@@ -7,17 +7,14 @@ import socket
 import sys
 from typing import Any
 
-import psutil
 import pytest
 
 from air_hpc.agent import environment
 from air_hpc.agent.environment import (
     JobContext,
-    boot_id,
     bound_devices,
     coordinator_addresses,
     own_address,
-    process_start,
     read_job_context,
     thread_affinity,
 )
@@ -179,12 +176,3 @@ def test_workers_get_disjoint_equal_pieces_of_the_cpus(monkeypatch: pytest.Monke
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1, 3, 5, 7, 9})
     assert [thread_affinity(i, 2) for i in range(2)] == [{1, 3}, {5, 7}]
     assert thread_affinity(0, 6) is None
-
-
-def test_a_recycled_pid_is_told_apart_by_its_start() -> None:
-    assert process_start(os.getpid()) == psutil.Process().create_time()
-    assert process_start(2**22 + 1) is None
-
-
-def test_a_machine_has_one_boot_id() -> None:
-    assert boot_id() == boot_id() != ""
