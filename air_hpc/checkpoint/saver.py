@@ -51,7 +51,7 @@ class SavesFail(EnvironmentFailure):
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SaveOutcome:
     """How a save ended, the same on every rank. `reason` is None when it was committed."""
 
     step: int
@@ -85,12 +85,12 @@ class Saver:
         self._facts = dict(facts)
         self._verified = verified
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="save")
-        self._pending: Future[Outcome] | None = None
+        self._pending: Future[SaveOutcome] | None = None
         self._failures = 0
         self.newest_step: int | None = verified
         self.blocked_s = 0.0
 
-    def save(self, step: int, state: dict[str, Any], *, wait: bool = False) -> Outcome | None:
+    def save(self, step: int, state: dict[str, Any], *, wait: bool = False) -> SaveOutcome | None:
         """Save `state` as that after `step` steps. Collective.
 
         Returns the outcome when it waited for it, else None; adds what it took from training to
@@ -114,7 +114,7 @@ class Saver:
         self.blocked_s += time.monotonic() - began
         return outcome
 
-    def wait(self) -> Outcome | None:
+    def wait(self) -> SaveOutcome | None:
         """The outcome of the save in flight, or None. Collective in effect: all ranks call it."""
         if self._pending is None:
             return None
@@ -162,24 +162,24 @@ class Saver:
 
     def _write(
         self, step: int, folder: Path | str | Fenced, staged: Any, started: float, blocking_s: float
-    ) -> Outcome:
+    ) -> SaveOutcome:
         began = time.monotonic()
         folder = self._ranks.tell(folder)
         if isinstance(folder, Fenced):
-            return Outcome(step, str(folder), fenced=True)
+            return SaveOutcome(step, str(folder), fenced=True)
         if isinstance(folder, str):
             self._report_failure(None, step, folder)
-            return Outcome(step, folder)
+            return SaveOutcome(step, folder)
         files, reason = self._write_shards(folder, staged)
         reports = self._ranks.hear((files, reason))
         reasons = [text for _, text in reports if text]
         if reasons:
             self._report_failure(folder, step, reasons[0])
-            return Outcome(step, reasons[0])
+            return SaveOutcome(step, reasons[0])
         every = {name: record for part, _ in reports for name, record in part.items()}
         duration_s = blocking_s + time.monotonic() - began
         outcome = self._commit(step, folder, every, started, blocking_s, duration_s)
-        told: Outcome = self._ranks.tell(outcome)
+        told: SaveOutcome = self._ranks.tell(outcome)
         return told
 
     def _write_shards(self, folder: Path, staged: Any) -> tuple[dict[str, FileRecord], str]:
@@ -204,9 +204,9 @@ class Saver:
         started: float,
         blocking_s: float,
         duration_s: float,
-    ) -> Outcome:
+    ) -> SaveOutcome:
         if not self._session.is_first:
-            return Outcome(step)
+            return SaveOutcome(step)
         try:
             self._session.commit_save(
                 step,
@@ -217,10 +217,10 @@ class Saver:
                 duration_s=duration_s,
             )
         except Fenced as error:
-            return Outcome(step, str(error), fenced=True)
+            return SaveOutcome(step, str(error), fenced=True)
         except (OSError, AirHpcError) as error:
             self._report_failure(folder, step, str(error))
-            return Outcome(step, str(error))
+            return SaveOutcome(step, str(error))
         with contextlib.suppress(OSError, AirHpcError):
             # What cannot be removed now is removed after the next save.
             self._session.retire(
@@ -228,7 +228,7 @@ class Saver:
                 keep_every_steps=self._spec.keep_every_steps,
                 verified=self._verified,
             )
-        return Outcome(step)
+        return SaveOutcome(step)
 
     def _report_failure(self, folder: Path | None, step: int, reason: str) -> None:
         if not self._session.is_first:

@@ -28,21 +28,21 @@ class ArrayLimits:
 
 
 @dataclass(frozen=True)
-class Chunk:
+class TaskGroup:
     """One array: the positions of its tasks in the sweep; the i-th has array index i."""
 
     shape: Hashable
     tasks: tuple[int, ...]
 
 
-def chunk(shapes: Sequence[Hashable], limits: ArrayLimits) -> tuple[Chunk, ...]:
+def chunk(shapes: Sequence[Hashable], limits: ArrayLimits) -> tuple[TaskGroup, ...]:
     """Every task of the sweep in exactly one chunk, in the order of the sweep within a shape."""
     groups: dict[Hashable, list[int]] = {}
     for position, shape in enumerate(shapes):
         groups.setdefault(shape, []).append(position)
     size = limits.tasks_per_chunk
     return tuple(
-        Chunk(shape, tuple(tasks[start : start + size]))
+        TaskGroup(shape, tuple(tasks[start : start + size]))
         for shape, tasks in groups.items()
         for start in range(0, len(tasks), size)
     )

@@ -40,7 +40,7 @@ _DETACHED: list[subprocess.Popen[bytes]] = []
 
 
 @dataclass(frozen=True)
-class Started:
+class StartedProcess:
     """A detached process group: its leader's id and when that started (ids are used again)."""
 
     pid: int
@@ -91,11 +91,11 @@ class LocalAgentExecutor(LocalExecutor):  # type: ignore[misc]
         _DETACHED.append(process)
         return LocalJob(folder=self.folder, job_id=str(process.pid), process=process, tasks=[0])
 
-    def start_command(self, command: str) -> Started:
+    def start_command(self, command: str) -> StartedProcess:
         """Start `command` under the controller, detached."""
         job = self._submit_command(command)
         pid = int(job.job_id)
-        return Started(pid, psutil.Process(pid).create_time())
+        return StartedProcess(pid, psutil.Process(pid).create_time())
 
 
 def start(ready: Submission, warnings: tuple[Problem, ...]) -> Result:
@@ -153,7 +153,7 @@ def environment(
     }
 
 
-def _start_chunk(current: Submission, number: int) -> Started:
+def _start_chunk(current: Submission, number: int) -> StartedProcess:
     part = current.chunks[number]
     first = run_dir(current, part.runs[0])
     frozen = read_run_yaml(first.run_yaml.read_text(), str(first.run_yaml))
@@ -192,7 +192,7 @@ done 3< {quote.bash(str(current.folder / f"{number}.runs"))}
 """
 
 
-def _start_in_allocation(current: Submission, number: int) -> Started:
+def _start_in_allocation(current: Submission, number: int) -> StartedProcess:
     job_id = os.environ.get("SLURM_JOB_ID")
     if not job_id:
         raise EnvironmentFailure(
@@ -218,4 +218,4 @@ def _start_in_allocation(current: Submission, number: int) -> Started:
             start_new_session=True,
         )
     _DETACHED.append(process)
-    return Started(process.pid, psutil.Process(process.pid).create_time())
+    return StartedProcess(process.pid, psutil.Process(process.pid).create_time())

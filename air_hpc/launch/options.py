@@ -24,7 +24,7 @@ Options = tuple[tuple[str, str | bool], ...]
 
 
 @dataclass(frozen=True)
-class Placement:
+class JobHeader:
     """Where this header is for: what differs between the scripts of one run or sweep."""
 
     name: str
@@ -40,7 +40,7 @@ def problems(spec: RunSpec) -> list[Problem]:
     return found
 
 
-def build(spec: RunSpec, plan: Plan, where: Placement) -> Options:
+def build(spec: RunSpec, plan: Plan, where: JobHeader) -> Options:
     """The options of one script's header. `problems` must have found nothing."""
     launch = spec.launch
     options: list[tuple[str, str | bool]] = [("job-name", where.name)]
@@ -96,7 +96,7 @@ def shape(spec: RunSpec, plan: Plan) -> tuple[object, ...]:
     """What must be equal for two runs to share one array: everything that reaches the script."""
     launch = spec.launch
     return (
-        build(spec, plan, Placement("-", "-", "-")),
+        build(spec, plan, JobHeader("-", "-", "-")),
         launch.job_name,
         repr(spec.cluster),
         spec.accelerator.kind,

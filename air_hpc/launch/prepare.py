@@ -226,7 +226,7 @@ def script_text(planned: Submission, number: int, task: Task, *, cwd: Path) -> s
         run_dir=None if part.array else runs_dir / part.runs[0],
         index=index_path(planned, number) if part.array else None,
     )
-    where = options.Placement(
+    where = options.JobHeader(
         name=ask.name,
         output=log_pattern(planned, part),
         chdir=str(cwd),

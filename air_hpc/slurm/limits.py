@@ -8,7 +8,7 @@ does not tell is not checked. All problems are found in one pass. Pure functions
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from air_hpc.config.spec import LaunchSpec, RunSpec
 from air_hpc.errors import Problem, nearest
@@ -139,15 +139,14 @@ def _account_problems(
         return
     if partition is None or account is None:
         return
-    if partition.allow_accounts and account not in partition.allow_accounts:
-        yield Problem(
-            "launch.account",
-            shown,
-            f"partition {partition.name} does not take it",
-            ", ".join(partition.allow_accounts),
-        )
-    elif account in partition.deny_accounts:
-        yield Problem("launch.account", shown, f"partition {partition.name} refuses it")
+    yield from _policy_problems(
+        "launch.account",
+        shown,
+        account,
+        partition.name,
+        partition.allow_accounts,
+        partition.deny_accounts,
+    )
 
 
 def _qos_problems(
@@ -172,15 +171,24 @@ def _qos_problems(
         yield Problem("launch.qos", shown, "no such QOS", ", ".join(names), nearest(name, names))
     if partition is None:
         return
-    if partition.allow_qos and name not in partition.allow_qos:
-        yield Problem(
-            "launch.qos",
-            shown,
-            f"partition {partition.name} does not take it",
-            ", ".join(partition.allow_qos),
-        )
-    elif name in partition.deny_qos:
-        yield Problem("launch.qos", shown, f"partition {partition.name} refuses it")
+    yield from _policy_problems(
+        "launch.qos", shown, name, partition.name, partition.allow_qos, partition.deny_qos
+    )
+
+
+def _policy_problems(
+    key: str,
+    shown: str,
+    value: str,
+    partition: str,
+    allowed: Collection[str],
+    denied: Collection[str],
+) -> Iterator[Problem]:
+    """What a partition's Allow and Deny lists say of an account or a QOS."""
+    if allowed and value not in allowed:
+        yield Problem(key, shown, f"partition {partition} does not take it", ", ".join(allowed))
+    elif value in denied:
+        yield Problem(key, shown, f"partition {partition} refuses it")
 
 
 def _time_limits(

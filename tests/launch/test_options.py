@@ -8,7 +8,7 @@ from air_hpc.launch import options
 from air_hpc.launch.executor import header_lines
 from tests.launch.making import spec, task
 
-WHERE = options.Placement(name="tiny-key", output="/runs/%j.log", chdir="/home/u")
+WHERE = options.JobHeader(name="tiny-key", output="/runs/%j.log", chdir="/home/u")
 
 
 def header(accelerator: str = "cpu", **launch: Any) -> list[str]:
