@@ -7,22 +7,14 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from air_hpc.config.compose import Composer
 from air_hpc.config.spec import ModelSpec, RopeScaling
 from air_hpc.models import Llama, initialize, on_meta
 from air_hpc.models.llama import next_token_loss
 from air_hpc.models.rope import inverse_frequencies, rotate, rotation_table
 
 SMALL = ModelSpec(dim=32, layers=2, heads=4, kv_heads=2, ffn_dim=64, vocab_size=64)
-LLAMA_8B = ModelSpec(
-    dim=4096,
-    layers=32,
-    heads=32,
-    kv_heads=8,
-    ffn_dim=14336,
-    vocab_size=128256,
-    rope_theta=500000.0,
-    rope_scaling=RopeScaling(),
-)
+LLAMA_8B = Composer().compose(["model=llama_8b"]).model
 CPU = torch.device("cpu")
 
 

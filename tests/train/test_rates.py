@@ -3,22 +3,13 @@ from __future__ import annotations
 import pytest
 
 from air_hpc.config.accelerators import load_accelerators
-from air_hpc.config.spec import ModelSpec, RopeScaling
+from air_hpc.config.compose import Composer
 from air_hpc.plan.flops import flops_per_token
 from air_hpc.plan.types import FlopsPerToken
 from air_hpc.train.peak import datasheet_peak, shared_fraction
 from air_hpc.train.rates import StepMeter, rates
 
-LLAMA_8B = ModelSpec(
-    dim=4096,
-    layers=32,
-    heads=32,
-    kv_heads=8,
-    ffn_dim=14336,
-    vocab_size=128256,
-    rope_theta=500000.0,
-    rope_scaling=RopeScaling(),
-)
+LLAMA_8B = Composer().compose(["model=llama_8b"]).model
 KNOWN = {accelerator.name: accelerator for accelerator in load_accelerators()}
 
 
