@@ -50,6 +50,8 @@ class GenerationStart:
     resume_steps: tuple[int, ...]
     stop_timeout_s: float
     threads: int
+    skipped_batches: tuple[tuple[int, int], ...] = ()
+    preflight: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """For the channel."""
@@ -68,6 +70,8 @@ class GenerationStart:
             resume_steps=tuple(body["resume_steps"]),
             stop_timeout_s=body["stop_timeout_s"],
             threads=body["threads"],
+            skipped_batches=tuple((first, last) for first, last in body["skipped_batches"]),
+            preflight=body["preflight"],
         )
 
 
@@ -160,6 +164,8 @@ class WorkerGroup:
             node_rank=start.node_rank,
             resume_steps=start.resume_steps,
             stop_timeout_s=start.stop_timeout_s,
+            skipped_batches=start.skipped_batches,
+            preflight=start.preflight,
             page_fd=page.fd,
             socket_fd=theirs.fileno(),
         )

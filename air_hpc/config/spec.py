@@ -188,6 +188,25 @@ class ScheduleSpec:
 
 
 @dataclass(frozen=True)
+class GuardSpec:
+    """What is done about a loss that went wrong.
+
+    `nonfinite` (NaN, Inf in loss or gradient) and `spike` (the loss lies more than `spike_mads`
+    median absolute deviations above the median of the last `window` steps) each name an action:
+    `log` it, `skip` the batch (the step counts, the weights stay), `rollback` to the last good
+    checkpoint and step over the data since, or `stop`. `max_skips` and `max_rollbacks` bound them
+    over the whole run.
+    """
+
+    nonfinite: Literal["log", "skip", "rollback", "stop"] = "rollback"
+    spike: Literal["log", "skip", "rollback", "stop"] = "log"
+    spike_mads: float = above(0, 20.0)
+    window: int = at_least(8, 64)
+    max_skips: int = at_least(0, 20)
+    max_rollbacks: int = at_least(0, 2)
+
+
+@dataclass(frozen=True)
 class TrainSpec:
     """The training itself; `micro_batch_size` counts sequences of one rank in one forward."""
 
@@ -201,6 +220,7 @@ class TrainSpec:
     log_interval_steps: int = at_least(1, 1)
     collective_timeout_s: float = above(0, 600.0)
     threads_per_worker: int | Auto = at_least(1, "auto")
+    guard: GuardSpec = field(default_factory=GuardSpec)
 
 
 @dataclass(frozen=True)
@@ -218,15 +238,93 @@ class CheckpointSpec:
 
 
 @dataclass(frozen=True)
-class RecoverySpec:
-    """Budgets of the restart machine and the deadlines of the node side."""
+class HangSpec:
+    """How long a phase of a worker may last without a sign of progress before it counts as a hang.
 
-    max_failures: int = at_least(0, 5)
+    The limit of a phase is `factor` times the longest that this run has seen it take in good
+    health, and never less than its floor here (seconds).
+    """
+
+    factor: float = at_least(1, 5.0)
+    start_s: float = above(0, 300.0)
+    init_s: float = above(0, 600.0)
+    preflight_s: float = above(0, 60.0)
+    compile_s: float = above(0, 3600.0)
+    data_s: float = above(0, 1800.0)
+    load_s: float = above(0, 1800.0)
+    step_s: float = above(0, 300.0)
+    save_s: float = above(0, 1800.0)
+    eval_s: float = above(0, 1800.0)
+    finish_s: float = above(0, 600.0)
+
+
+@dataclass(frozen=True)
+class StragglerSpec:
+    """When a rank counts as slow: its compute time, without waiting for others, lies `threshold`
+    above the median of all ranks over `window_s`. `exclude`: use it as evidence against its node.
+    """
+
+    threshold: float = above(0, 0.1)
+    window_s: float = above(0, 60.0)
+    exclude: bool = False
+
+
+@dataclass(frozen=True)
+class PreflightSpec:
+    """What a node must show before the first generation, and after a failure of a device.
+
+    A floor of null is not held against anybody. `timeout_s` bounds all checks of a node together.
+    """
+
+    enabled: bool = True
+    timeout_s: float = above(0, 10.0)
+    min_disk_bytes: int = at_least(0, 1024**3)
+    max_clock_skew_s: float | None = above(0, 5.0)
+    max_used_device_memory_bytes: int | None = at_least(0, 2 * 1024**3)
+    min_matmul_ratio: float | None = above(0, None)
+    """Of the median of all devices of the run."""
+    max_all_reduce_s: float | None = above(0, None)
+
+
+@dataclass(frozen=True)
+class ExclusionSpec:
+    """How nodes that failed are avoided by all runs of the user.
+
+    An exclusion ends after `expiry_h` hours; at most `max_nodes` stand at a time, and never so
+    many that the run cannot start.
+    """
+
+    enabled: bool = True
+    expiry_h: float = above(0, 24.0)
+    max_nodes: int = at_least(0, 8)
+
+
+@dataclass(frozen=True)
+class RecoverySpec:
+    """What happens after a failure: restarts inside the allocation, budgets, deadlines.
+
+    `restart` says what a generation may become after a failure, without leaving the allocation:
+    `same` needs the full number of nodes, `spare` takes from the `spare_nodes` that were asked for
+    beside them, `elastic` goes on with fewer data-parallel replicas down to `min_nodes` (null: 1),
+    `requeue` always leaves. `max_failures` counts ends that the infrastructure caused,
+    `max_unknown` those that nobody could name, `max_no_progress` those in a row without a newer
+    committed step.
+    """
+
+    restart: Literal["same", "spare", "elastic", "requeue"] = "same"
+    spare_nodes: int = between(0, 10_000, 0)
+    min_nodes: int | None = at_least(1, None)
+    max_failures: int = at_least(0, 10)
+    max_unknown: int = at_least(0, 5)
     max_no_progress: int = at_least(1, 3)
     heartbeat_interval_s: float = above(0, 0.5)
     heartbeat_timeout_s: float = above(0, 5.0)
     lease_s: float = above(0, 15.0)
     stop_timeout_s: float = above(0, 120.0)
+    hang: HangSpec = field(default_factory=HangSpec)
+    straggler: StragglerSpec = field(default_factory=StragglerSpec)
+    preflight: PreflightSpec = field(default_factory=PreflightSpec)
+    exclusion: ExclusionSpec = field(default_factory=ExclusionSpec)
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,8 @@ class FailureClass(StrEnum):
     DEVICE_MEMORY = "device_memory"
     DEVICE = "device"
     DATA = "data"
+    DIVERGED = "diverged"
+    """The loss went wrong: NaN, Inf or a spike, and the guard asked for a rollback or a stop."""
     HANG = "hang"
     ENVIRONMENT = "environment"
     """What the nodes are or lack: no Python, mixed devices, a loopback address between nodes."""

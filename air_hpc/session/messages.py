@@ -35,6 +35,12 @@ class Message(StrEnum):
     """step, reason: not verified or not loadable (rank 0)."""
     MEASURED = "measured"
     """facts of the machine and the run (rank 0)."""
+    PREFLIGHT = "preflight"
+    """checks: what the worker's device and the links to the others showed (every rank)."""
+    BATCH_SKIPPED = "batch_skipped"
+    """step, reason, loss (rank 0)."""
+    LOSS_ALARM = "loss_alarm"
+    """step, reason, loss, action (rank 0)."""
     STOPPED = "stopped"
     """step: left at the agreed step with its state saved (`saved` says whether)."""
     FINISHED = "finished"
@@ -55,6 +61,8 @@ RECORDED: Mapping[str, Kind] = {
     Message.SAVE_FAILED: Kind.CHECKPOINT_FAILED,
     Message.CHECKPOINT_BAD: Kind.CHECKPOINT_BAD,
     Message.MEASURED: Kind.MEASURED,
+    Message.BATCH_SKIPPED: Kind.BATCH_SKIPPED,
+    Message.LOSS_ALARM: Kind.LOSS_ALARM,
 }
 """The messages that a node passes on to the coordinator, and the event each becomes."""
 

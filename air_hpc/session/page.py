@@ -31,6 +31,10 @@ class Word(IntEnum):
     """worker: the newest step it completed."""
     PHASE = 2
     """worker: index into PHASES."""
+    COMPUTE_NS = 3
+    """worker: nanoseconds spent computing since its first step, without waiting for others."""
+    COMPUTE_STEPS = 4
+    """worker: over how many steps."""
     STOP_FLAG = 8
     """agent: 1 when a stop was asked for."""
     TARGET_STEP = 9
@@ -39,7 +43,9 @@ class Word(IntEnum):
     """agent: the CLOCK_MONOTONIC nanosecond until which the worker may write."""
 
 
-PHASES = ("start", "init", "compile", "data", "load", "step", "save", "eval", "finish")
+PHASES = (
+    "start", "init", "compile", "data", "load", "step", "save", "eval", "finish", "preflight",
+)  # fmt: skip
 
 
 class Page:

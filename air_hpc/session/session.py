@@ -73,6 +73,10 @@ class WorkerEnv:
     resume_steps: tuple[int, ...] = ()
     """Committed checkpoints to resume from, newest first; empty: from scratch."""
     stop_timeout_s: float = 120.0
+    skipped_batches: tuple[tuple[int, int], ...] = ()
+    """Ranges of the run's batches (first, last; 0 is the first) that rollbacks stepped over."""
+    preflight: bool = False
+    """Whether the device and the links are tried before the model is built."""
     page_fd: int = NONE
     socket_fd: int = NONE
 
@@ -88,6 +92,8 @@ class WorkerEnv:
             f"{ENV_PREFIX}TOKEN": str(self.token),
             f"{ENV_PREFIX}RESUME_STEPS": json.dumps(list(self.resume_steps)),
             f"{ENV_PREFIX}STOP_TIMEOUT_S": str(self.stop_timeout_s),
+            f"{ENV_PREFIX}SKIPPED_BATCHES": json.dumps(self.skipped_batches),
+            f"{ENV_PREFIX}PREFLIGHT": str(int(self.preflight)),
             f"{ENV_PREFIX}PAGE_FD": str(self.page_fd),
             f"{ENV_PREFIX}SOCKET_FD": str(self.socket_fd),
         }
@@ -106,6 +112,11 @@ class WorkerEnv:
                 node_rank=int(environ["NODE_RANK"]),
                 resume_steps=tuple(json.loads(environ[f"{ENV_PREFIX}RESUME_STEPS"])),
                 stop_timeout_s=float(environ[f"{ENV_PREFIX}STOP_TIMEOUT_S"]),
+                skipped_batches=tuple(
+                    (int(first), int(last))
+                    for first, last in json.loads(environ[f"{ENV_PREFIX}SKIPPED_BATCHES"])
+                ),
+                preflight=environ[f"{ENV_PREFIX}PREFLIGHT"] == "1",
                 page_fd=int(environ[f"{ENV_PREFIX}PAGE_FD"]),
                 socket_fd=int(environ[f"{ENV_PREFIX}SOCKET_FD"]),
             )

@@ -443,7 +443,7 @@ def test_why_a_worker_leaves_is_told_although_its_metrics_cannot_be_written(
 
 
 def test_the_environment_carries_everything_to_the_worker(run: RunDir) -> None:
-    env = WorkerEnv(run, Token(3, 2), 5, 1, 8, 4, 1, (30, 20), 7.5, 11, 12)
+    env = WorkerEnv(run, Token(3, 2), 5, 1, 8, 4, 1, (30, 20), 7.5, ((3, 5), (8, 8)), True, 11, 12)
     assert WorkerEnv.from_environ(env.to_environ()) == env
 
 
