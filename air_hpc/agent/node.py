@@ -17,6 +17,7 @@ from air_hpc.agent.starters import Starter
 from air_hpc.agent.workers import GenerationStart, WorkerGroup
 from air_hpc.config.spec import RecoverySpec
 from air_hpc.errors import EXIT_ENVIRONMENT
+from air_hpc.recovery.hang import PhaseDurations, RankReport
 from air_hpc.rundir.layout import RunDir
 from air_hpc.session.messages import RECORDED
 
@@ -72,6 +73,8 @@ class NodeAgent:
         self._sent: dict[int, float] = {}
         self._sequence = 0
         self._welcomed = False
+        self._durations = PhaseDurations()
+        self._inspect_token: Any = None
         self.group: WorkerGroup | None = None
         self.exit_code: int | None = None
 
@@ -116,6 +119,8 @@ class NodeAgent:
                 self._argv,
                 self._environ,
                 self._lease_until_ns(),
+                hang=self._recovery.hang,
+                durations=self._durations,
             )
         except OSError as error:
             self._uplink.send({"type": "start_failed", "reason": f"{error}"})
@@ -131,6 +136,18 @@ class NodeAgent:
     def _on_kill(self, message: Message) -> None:
         if self.group is not None:
             self.group.kill()
+
+    def _on_inspect(self, message: Message) -> None:
+        """Find out what the workers are doing; `_tick_watch` sends the reports."""
+        if self.group is None:
+            self._send_reports(message["token"], [])
+        else:
+            self._inspect_token = message["token"]
+            self.group.inspect(self._clock())
+
+    def _send_reports(self, token: Any, reports: list[RankReport]) -> None:
+        told = [report.to_json() for report in reports]
+        self._uplink.send({"type": "inspected", "token": token, "reports": told})
 
     def _on_leave(self, message: Message) -> None:
         self._uplink.send({"type": "bye"})
@@ -189,13 +206,15 @@ class NodeAgent:
         held against the coordinator: it has not been asked meanwhile.
         """
         now = self._clock()
-        self._stalled_s += max(0.0, now - self._last_tick - STALL_S)
+        stalled_s = max(0.0, now - self._last_tick - STALL_S)
+        self._stalled_s += stalled_s
         self._last_tick = now
         if self.exit_code is not None:
             return
         if not self._welcomed:
             self._tick_hello(now)
             return
+        self._tick_watch(now, stalled_s)
         if now >= self._next_heartbeat:
             self._beat(now)
         silent_s = now - self._heard - self._stalled_s
@@ -208,6 +227,14 @@ class NodeAgent:
                 self.group.kill()
             self._on_coordinator_lost()
             self._leave(EXIT_ENVIRONMENT, "")
+
+    def _tick_watch(self, now: float, stalled_s: float) -> None:
+        if self.group is None:
+            return
+        self.group.watch(now, stalled_s)
+        reports = self.group.silence.inspected()
+        if reports is not None:
+            self._send_reports(self._inspect_token, reports)
 
     def _tick_hello(self, now: float) -> None:
         if now >= self._next_hello and self._starter.ready:
