@@ -34,19 +34,19 @@ def run(tmp_path: Path) -> RunDir:
 
 @pytest.fixture
 def group_of(run: RunDir) -> Iterator[Callable[..., Group]]:
-    groups: list[Group] = []
+    made: list[tuple[Group, Starter]] = []
 
-    def start(ranks: int, starter: Starter | None = None, **behaviour: Any) -> Group:
-        argv = behaviour.pop("argv", STAND_IN)
-        group = Group(run, starter or ExecStarter(), ranks, argv, hang=QUICK, **behaviour)
-        groups.append(group)
-        return group
+    def start(ranks: int, argv: list[str] = STAND_IN, *, fork: bool = False, **behaviour: Any):
+        starter = ForkStarter(argv, environ()) if fork else ExecStarter()
+        made.append((Group(run, starter, ranks, argv, hang=QUICK, **behaviour), starter))
+        return made[-1][0]
 
     yield start
-    for group in groups:
+    for group, starter in made:
         group.kill()
         group.listen_to_the_end()
         group.close()
+        starter.close()
 
 
 def overdue_ranks(group: Group) -> set[int]:
@@ -119,36 +119,30 @@ def test_the_silent_rank_of_a_gloo_world_is_named_from_the_collectives(
     run: RunDir, group_of: Callable[..., Group], tmp_path: Path
 ) -> None:
     """First one asleep between two collectives, then another one stopped in a collective."""
-    starter = ForkStarter(GLOO, environ())
     store = str(tmp_path / "store")
-    try:
-        group = group_of(4, starter, argv=GLOO, store=store, sleeps=[2, 6])
-        group.listen_until(lambda: overdue_ranks(group) == {0, 1, 2, 3})
-        reports = inspected(group)
-        assert [report.answered for report in reports] == [True] * 4
-        asleep = blame(reports)
-        assert asleep.rank == 2
-        # Rank 3 waits for it in their pair, and so is behind too; 0 and 1 wait for both.
-        assert reports[3].in_flight is not None
-        assert "it has not gone past #5 of group" in asleep.evidence
-        assert "others wait in all_reduce #" in asleep.evidence
-        assert "it is at oversleep (" in asleep.evidence
-        same_step = [replace(r, begun=6, done=5, phase="step") for r in reports]
-        assert blame(same_step).rank == 2, "the steps alone do not tell them apart"
-        # What the file says of the collectives is read by people.
-        assert "waits in all_reduce #" in stacks(run)
+    group = group_of(4, GLOO, fork=True, store=store, sleeps=[2, 6])
+    group.listen_until(lambda: overdue_ranks(group) == {0, 1, 2, 3})
+    reports = inspected(group)
+    assert [report.answered for report in reports] == [True] * 4
+    asleep = blame(reports)
+    assert asleep.rank == 2
+    # Rank 3 waits for it in their pair, and so is behind too; 0 and 1 wait for both.
+    assert reports[3].in_flight is not None
+    assert "it has not gone past #5 of group" in asleep.evidence
+    assert "others wait in all_reduce #" in asleep.evidence
+    assert "it is at oversleep (" in asleep.evidence
+    same_step = [replace(r, begun=6, done=5, phase="step") for r in reports]
+    assert blame(same_step).rank == 2, "the steps alone do not tell them apart"
+    # What the file says of the collectives is read by people.
+    assert "waits in all_reduce #" in stacks(run)
 
-        os.kill(group.workers[1].process.pid, signal.SIGSTOP)
-        group.listen_until(lambda: process_state(group.workers[1].process.pid)[0] == "T")
-        reports = inspected(group)
-        assert [report.answered for report in reports] == [True, False, True, True]
-        stopped = blame(reports)
-        assert (stopped.rank, stopped.patience_s) == (1, 0)
-        assert "its process is stopped (SIGSTOP); the others wait in all_reduce #" in (
-            stopped.evidence
-        )
-    finally:
-        starter.close()
+    os.kill(group.workers[1].process.pid, signal.SIGSTOP)
+    group.listen_until(lambda: process_state(group.workers[1].process.pid)[0] == "T")
+    reports = inspected(group)
+    assert [report.answered for report in reports] == [True, False, True, True]
+    stopped = blame(reports)
+    assert (stopped.rank, stopped.patience_s) == (1, 0)
+    assert "its process is stopped (SIGSTOP); the others wait in all_reduce #" in (stopped.evidence)
 
 
 def test_a_worker_before_its_session_is_looked_at_and_not_killed(
@@ -156,7 +150,7 @@ def test_a_worker_before_its_session_is_looked_at_and_not_killed(
 ) -> None:
     """The signal that asks for stacks would end a process that does not catch it yet."""
     monkeypatch.setattr(silence, "find_py_spy", lambda: None)
-    group = group_of(1, argv=[sys.executable, "-S", "-c", "import time; time.sleep(10000)"])
+    group = group_of(1, [sys.executable, "-S", "-c", "import time; time.sleep(10000)"])
     (report,) = inspected(group)
     assert not report.answered
     assert "no stack could be had" in stacks(run)
