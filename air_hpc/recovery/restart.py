@@ -54,6 +54,8 @@ class RestartPolicy:
     """How long the nodes of the allocation may take to arrive."""
     stop_timeout_s: float
     """How long a stop may take to be agreed, and again to be saved."""
+    restarts_inside: bool = True
+    """Whether a generation may follow another one in the same attempt."""
     settle_s: float = 10.0
     """How long a full generation waits for the rest of the allocation to arrive."""
     gather_s: float = 1.0
@@ -191,7 +193,8 @@ class RestartMachine:
     @property
     def can_continue(self) -> bool:
         """Whether another generation could start in this attempt, as far as nodes go."""
-        return self.stop_reason is None and self._size() is not None
+        inside = self.policy.restarts_inside or self.generation == 0
+        return inside and self.stop_reason is None and self._size() is not None
 
     def _size(self) -> int | None:
         count = len(self.fit)
@@ -238,9 +241,11 @@ class RestartMachine:
 
     @property
     def _hopeful(self) -> bool:
-        """Whether a node may still arrive."""
-        out = self._lost | self._unfit | self._arrived
-        return any(node not in out for node in self._nodes)
+        """Whether a node may still arrive, and waiting for it may still help."""
+        out = self._lost | self._unfit
+        coming = [node for node in self._nodes if node not in out | self._arrived]
+        least = min(self.policy.sizes, default=0)
+        return bool(coming) and len(self.fit) + len(coming) >= least
 
     def _start_or_give_up(self, now: float) -> list[Action]:
         size = self._size()
