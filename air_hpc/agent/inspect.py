@@ -51,7 +51,7 @@ _FILE_FRAME = re.compile(r'^ +File "(?P<file>[^"]*)", line (?P<line>\d+),? in (?
 
 @dataclass(frozen=True)
 class Subject:
-    """A worker to look at. `dump_fd` is its page's file, and becomes the inspection's to close."""
+    """A worker to look at. `dump_fd` is its page's file (-1: none), the inspection's to close."""
 
     rank: int
     pid: int
@@ -110,14 +110,15 @@ class Inspection:
                 return
             if self._py_spy is not None:
                 look.stacks = _py_spy_stacks(self._py_spy, subject.pid)
-            if not look.stacks and catches_dump:
+            if not look.stacks and catches_dump and subject.dump_fd >= 0:
                 look.stacks = _dumped_stacks(subject)
             # One that is stopped cannot answer, and one that does not catch the signal has not got
             # as far as its session.
             if catches_dump and look.state not in STOPPED:
                 look.answered.wait(ANSWER_S)
         finally:
-            os.close(subject.dump_fd)
+            if subject.dump_fd >= 0:
+                os.close(subject.dump_fd)
 
     def _finish(self) -> None:
         for thread in self._threads:

@@ -103,6 +103,9 @@ class SilenceWatch:
         return self._watches[worker.rank]
 
     def _subject(self, worker: Worker, now: float) -> Subject:
+        dump_fd = -1
+        with contextlib.suppress(OSError):  # too many open files: no dump then
+            dump_fd = os.dup(worker.page.fd)
         for_s, limit_s = self._watch_of(worker).standing(now)
         return Subject(
             rank=worker.rank,
@@ -112,5 +115,5 @@ class SilenceWatch:
             done=worker.page.read(Word.DONE_STEP),
             for_s=round(for_s, 3),
             limit_s=round(limit_s, 3),
-            dump_fd=os.dup(worker.page.fd),
+            dump_fd=dump_fd,
         )

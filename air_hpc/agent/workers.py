@@ -22,7 +22,7 @@ from air_hpc.agent.logs import LineBuffer, NodeLog, node_log_path
 from air_hpc.agent.silence import SilenceWatch, stacks_path
 from air_hpc.agent.starters import Started, Starter, WorkerStart
 from air_hpc.config.spec import HangSpec
-from air_hpc.recovery.hang import PhaseDurations
+from air_hpc.recovery.hang import PhaseDurations, RankReport
 from air_hpc.rundir.fence import Token
 from air_hpc.rundir.layout import RunDir
 from air_hpc.session.messages import MAX_BYTES, Message, decode, socket_pair
@@ -312,6 +312,10 @@ class WorkerGroup:
     def inspect(self, now: float) -> None:
         """Begin to find out what every worker is doing; see `SilenceWatch.inspect`."""
         self.silence.inspect(self.workers, now)
+
+    def inspected(self) -> list[RankReport] | None:
+        """The reports of `inspect`, once; None before they are there."""
+        return self.silence.inspected()
 
     def ends(self) -> list[dict[str, Any]]:
         """How those that have ended did."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -14,14 +15,17 @@ from typing import Any
 import pytest
 
 from air_hpc.agent import silence
+from air_hpc.agent.channel import Message
+from air_hpc.agent.environment import JobContext
 from air_hpc.agent.inspect import find_py_spy, process_state, top_of
+from air_hpc.agent.node import NodeAgent
 from air_hpc.agent.silence import stacks_path
 from air_hpc.agent.starters import ExecStarter, ForkStarter, Starter
-from air_hpc.config.spec import HangSpec
+from air_hpc.config.spec import HangSpec, RecoverySpec
 from air_hpc.recovery.hang import RankReport, blame
 from air_hpc.rundir.layout import RunDir, create_run_dir
 from air_hpc.session.page import Word
-from tests.agent.groups import STAND_IN, Group, environ
+from tests.agent.groups import STAND_IN, Group, environ, start_of, wait_until
 
 QUICK = HangSpec(factor=1, step_s=0.5, first_step_s=60)
 GLOO = [sys.executable, "-m", "tests.agent.gloo_stand_in"]
@@ -36,7 +40,9 @@ def run(tmp_path: Path) -> RunDir:
 def group_of(run: RunDir) -> Iterator[Callable[..., Group]]:
     made: list[tuple[Group, Starter]] = []
 
-    def start(ranks: int, argv: list[str] = STAND_IN, *, fork: bool = False, **behaviour: Any):
+    def start(
+        ranks: int, argv: list[str] = STAND_IN, *, fork: bool = False, **behaviour: Any
+    ) -> Group:
         starter = ForkStarter(argv, environ()) if fork else ExecStarter()
         made.append((Group(run, starter, ranks, argv, hang=QUICK, **behaviour), starter))
         return made[-1][0]
@@ -58,7 +64,7 @@ def inspected(group: Group) -> list[RankReport]:
     group.inspect(time.monotonic())
 
     def done() -> bool:
-        reports = group.silence.inspected()
+        reports = group.inspected()
         found.extend(reports or ())
         return reports is not None
 
@@ -174,6 +180,64 @@ def test_an_inspection_of_workers_that_have_ended_reports_nobody(
     group = group_of(1, steps=1)
     group.listen_to_the_end()
     assert inspected(group) == []
+
+
+class Uplink:
+    """Keeps what a node sends."""
+
+    def __init__(self) -> None:
+        self.sent: list[Message] = []
+
+    def send(self, message: Message) -> None:
+        self.sent.append(message)
+
+    def of(self, kind: str) -> list[Message]:
+        return [message for message in self.sent if message["type"] == kind]
+
+
+def told_overdue(uplink: Uplink) -> list[int]:
+    """Who the newest heartbeat says is overdue."""
+    beats = uplink.of("heartbeat")
+    return [late["rank"] for late in beats[-1].get("overdue", ())] if beats else []
+
+
+def test_a_node_tells_who_is_overdue_and_reports_when_it_is_asked(run: RunDir) -> None:
+    uplink = Uplink()
+    node = NodeAgent(
+        JobContext("slurm", "n1", 0, ("n1",), "7", None, None, 0, None),
+        run,
+        RecoverySpec(heartbeat_interval_s=0.1, lease_s=1000, hang=QUICK),
+        uplink,
+        {"type": "hello"},
+        ExecStarter(),
+        STAND_IN,
+        environ(hangs=3),
+        start_timeout_s=60,
+        say=lambda text: None,
+        on_coordinator_lost=lambda: None,
+    )
+
+    def turn(done: Callable[[], Any]) -> bool:
+        node.pump()
+        node.tick()
+        return bool(done())
+
+    start = start_of(2)
+    token = str(start.token)
+    try:
+        node.on_message({"type": "welcome"})
+        node.on_message({"type": "inspect", "token": token})
+        assert uplink.of("inspected") == [{"type": "inspected", "token": token, "reports": []}]
+        node.on_message({"type": "start", "start": start.to_json()})
+        wait_until(lambda: turn(lambda: told_overdue(uplink) == [1]))
+        node.on_message({"type": "inspect", "token": token})
+        wait_until(lambda: turn(lambda: len(uplink.of("inspected")) == 2))
+    finally:
+        node.close()
+    answer = json.loads(json.dumps(uplink.of("inspected")[1]))
+    assert answer["token"] == token
+    assert len(json.dumps(answer["reports"])) < 2 * 1024
+    assert blame(map(RankReport.from_json, answer["reports"])).rank == 1
 
 
 class TestTopOf:
