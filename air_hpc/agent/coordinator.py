@@ -332,8 +332,10 @@ class Coordinator:
         elif kind == "start_failed":
             self._machine.condemn("workers could not be started", now)
             self._tell("kill")
+            transient = message.get("transient", False)
             self._end_attempt(
-                FailureClass.ENVIRONMENT, f"{node} could not start workers: {message['reason']}"
+                FailureClass.HOST_MEMORY if transient else FailureClass.ENVIRONMENT,
+                f"{node} could not start workers: {message['reason']}",
             )
 
     def _on_late(self, node: str, message: Message) -> None:
