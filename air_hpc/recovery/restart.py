@@ -55,6 +55,8 @@ class RestartPolicy:
     """How long the nodes of the allocation may take to arrive."""
     stop_timeout_s: float
     """How long a stop may take to be agreed, and again to be saved."""
+    restarts_inside: bool = True
+    """Whether a generation may follow another one in the same attempt."""
     settle_s: float = 10.0
     """How long a full generation waits for the rest of the allocation to arrive."""
     gather_s: float = 1.0
@@ -219,7 +221,8 @@ class RestartMachine:
     @property
     def can_continue(self) -> bool:
         """Whether another generation could start in this attempt, as far as nodes go."""
-        return self.stop_reason is None and self._size() is not None
+        inside = self.policy.restarts_inside or self.generation == 0
+        return inside and self.stop_reason is None and self._size() is not None
 
     def _size(self) -> int | None:
         count = self._fit_count
@@ -271,9 +274,15 @@ class RestartMachine:
             self._full_since = now
         full_since = self._full_since
         settled = full_since is not None and now >= full_since + self.policy.settle_s
-        if settled or now >= self._arrive_by or not self._awaited:
+        if settled or now >= self._arrive_by or not self._hopeful:
             return self._start_or_give_up(now)
         return []
+
+    @property
+    def _hopeful(self) -> bool:
+        """Whether a node may still arrive, and waiting for it may still help."""
+        least = min(self.policy.sizes, default=0)
+        return bool(self._awaited) and self._fit_count + len(self._awaited) >= least
 
     def _start_or_give_up(self, now: float) -> list[Action]:
         size = self._size()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import given, settings
@@ -105,6 +105,11 @@ class TestArrival:
         assert machine.lose("a", 1.0) == []
         assert machine.reject("c", 2.0) == [Start(1, ("b",))]
 
+    def test_what_can_no_longer_be_filled_is_not_waited_for(self) -> None:
+        machine = RestartMachine("abc", policy(3), 0.0)
+        machine.arrive("a", 0.0)
+        assert machine.lose("b", 1.0) == [TooFew(("b", "c"), 1)]
+
     def test_a_node_that_is_not_fit_is_not_started_on(self) -> None:
         machine = RestartMachine("abc", policy(2), 0.0)
         machine.arrive("a", 0.0)
@@ -193,6 +198,15 @@ class TestRestart:
         assert machine.next_deadline == 30.0
         assert machine.tick(30.0) == [GiveUp(("b",)), Decide()]
         assert machine.decided(go_on=True, delay_s=0, now=31.0) == [Start(2, ("a", "c"))]
+
+    def test_a_policy_that_always_leaves_cannot_continue_after_the_first(self) -> None:
+        leaves = replace(policy(2), restarts_inside=False)
+        machine = RestartMachine("ab", leaves, 0.0)
+        assert machine.can_continue is False
+        machine.arrive("a", 0.0)
+        assert machine.arrive("b", 0.0) == [Start(1, ("a", "b"))]
+        die(machine, "a", 20.0, "b")
+        assert not machine.can_continue
 
     def test_a_node_lost_in_a_pause_is_found_missing_at_its_end(self) -> None:
         machine = started("ab", 2)
