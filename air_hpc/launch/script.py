@@ -132,12 +132,16 @@ def header(chosen: Options) -> str:
 
 def srun_args(spec: RunSpec, plan: Plan) -> list[str]:
     """One agent on each node; an agent that leaves early must not take the others with it."""
-    args = [f"--nodes={plan.nodes}", f"--ntasks={plan.nodes}", "--ntasks-per-node=1"]
+    nodes = spec.allocated_nodes
+    args = [f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"]
     cpus = options.cpus_per_node(spec, plan)
     if cpus is not None:
         # srun does not take it over from sbatch from 22.05 on.
         args.append(f"--cpus-per-task={cpus}")
     args += ["--export=ALL", "--kill-on-bad-exit=0", "--wait=0"]
+    if spec.outlives_nodes:
+        # Else the step ends on all nodes when Slurm gives one up.
+        args.append("--no-kill")
     return [*args, *spec.cluster.srun_args]
 
 
