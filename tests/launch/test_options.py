@@ -44,7 +44,9 @@ def test_every_key_of_launch_reaches_the_header() -> None:
         nodes=4, devices_per_node=2, cpus_per_device=7, partition="low", account="a", qos="q",
         constraint="x&y", reservation="r", exclusive=True, mem="64G", mail_type="END",
         mail_user="u@h", dependency="afterok:1", comment="it's mine", time_limit_min=90,
-        sbatch={"licenses": "a:1", "contiguous": True, "hold": False, "nice": 100, "switches": None},
+        sbatch={
+            "licenses": "a:1", "contiguous": True, "hold": False, "nice": 100, "switches": None,
+        },
     )  # fmt: skip
     expected = {
         "nodes=4", "cpus-per-task=14", "partition=low", "account=a", "qos=q", "constraint='x&y'",

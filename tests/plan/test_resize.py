@@ -113,7 +113,7 @@ def test_a_worker_of_another_size_than_a_generation_may_have_says_which_there_ar
     with pytest.raises(BadInput, match="8, 6, 4, 2"):
         plan_for_world(spec, plan, 5)
     same, plan = run(4, 2, 48, restart="same")
-    with pytest.raises(BadInput, match="recovery.restart=same"):
+    with pytest.raises(BadInput, match=r"recovery\.restart=same"):
         plan_for_world(same, plan, 6)
 
 
