@@ -119,6 +119,7 @@ def body(spec: RunSpec, plan: Plan, place: ScriptPlace) -> str:
         container_srun_args=_pyxis_args(spec),
         srun_args=srun_args(spec, plan),
         command=command(spec),
+        continuation=silent_continuation(spec),
     )
     return re.sub(r"\n{3,}", "\n\n", text)
 
@@ -143,6 +144,15 @@ def srun_args(spec: RunSpec, plan: Plan) -> list[str]:
         # Else the step ends on all nodes when Slurm gives one up.
         args.append("--no-kill")
     return [*args, *spec.cluster.srun_args]
+
+
+def silent_continuation(spec: RunSpec) -> str:
+    """What the script does of itself where the agents were killed and left no word.
+
+    Nothing in an allocation, which is the user's own, or where the next job of a chain waits.
+    """
+    asks = spec.cluster.kind == "slurm" and spec.launch.continuation in ("requeue", "resubmit")
+    return spec.launch.continuation if asks else "none"
 
 
 def command(spec: RunSpec) -> str:

@@ -280,6 +280,12 @@ def _size_problems(
         )
 
 
+def fits(spec: RunSpec, plan: Plan, nodes: tuple[Node, ...]) -> tuple[Node, ...]:
+    """Those of these nodes that have what the run asks of each."""
+    tests = [test for _, _, _, test in _needs(spec, plan)]
+    return tuple(node for node in nodes if all(test(node) for test in tests))
+
+
 def too_many_nodes(spec: RunSpec, most: int, why: str) -> Problem:
     """More nodes than there are: the training's own, or only with its spares. `why`: than what."""
     nodes, spares = spec.launch.nodes, spec.allocated_nodes - spec.launch.nodes
