@@ -5,15 +5,16 @@ nobody. What differs is how long a rank computes without waiting for others: the
 as running totals, (seconds of compute, steps). Here a rank's seconds a step are held against the
 median of all ranks that do the same work:
 
-    four quarters of `window_s`, one after the other; a rank that lies `threshold` above the median
-    in each is a straggler, and told once with their mean; told again when its excess has doubled
-    in each of them (WORSE), and when it lies below half the threshold in each of the last four (ENDED).
+    four quarters of `window_s`, one after the other: a rank that lies `threshold` above the median
+    in each is a straggler, and told once, with their mean; told again when its excess has doubled
+    in each (WORSE), and when it lies below half the threshold in each (ENDED).
 
 The median is the lower of the two middle ones where the count is even: of two ranks the faster is
 the measure, and half of the ranks may be slow without hiding each other. A quarter ends only when
-most ranks have reported steps in it, so a long log interval makes longer ones, never emptier ones. A rank without a new report keeps its standing; one that reports less than before has started
-anew. With pipeline stages the stage is what makes ranks comparable (`peers`); a rank without a peer
-is never slow.
+most ranks have reported steps in it, so a long log interval makes longer ones, never emptier ones.
+A rank without a new report keeps its standing; one that reports less than before has started anew.
+With pipeline stages the stage is what makes ranks comparable (`peers`); a rank without a peer is
+never slow.
 
 What may go wrong: a rank whose share of the work is larger (an uneven last stage) is slow by this
 measure; name it by `peers`. All ranks slow together are nobody's straggler.

@@ -143,9 +143,17 @@ def _folded(nodes: Sequence[str] | None) -> str | None:
 
 
 def control_metrics(
-    status: RunStatus, plan: Plan, *, rolled_back_steps: int, largest_difference: float | None
+    status: RunStatus,
+    plan: Plan,
+    *,
+    allocated_nodes: int,
+    rolled_back_steps: int,
+    largest_difference: float | None,
 ) -> dict[str, float]:
-    """Goodput and its parts, cost and recovery, in seconds, device hours and steps."""
+    """Goodput and its parts, cost and recovery, in seconds, device hours and steps.
+
+    The cost is of every node that the job holds, hot spares among them.
+    """
     time = status.time
     found: dict[str, float | None] = {
         "goodput/ratio": time.goodput,
@@ -154,7 +162,7 @@ def control_metrics(
         "time/training_s": time.training_s,
         "time/lost_s": time.lost_s,
         "time/stopping_s": time.stopping_s,
-        "cost/device_hours": time.allocated_s / 3600 * plan.nodes * plan.devices_per_node,
+        "cost/device_hours": time.allocated_s / 3600 * allocated_nodes * plan.devices_per_node,
         "recovery/attempts": status.attempt,
         "recovery/stragglers": len(status.stragglers),
         "recovery/rolled_back_steps": rolled_back_steps,

@@ -120,7 +120,7 @@ class StreamClock:
             self._total_ns += int(max(0.0, elapsed_ms - waited_ms) * 1e6)
 
     def _mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event
 
@@ -128,7 +128,7 @@ class StreamClock:
 def collectives_ms(entries: list[Mapping[str, Any]], after: int) -> tuple[float | None, int]:
     """(milliseconds of the completed collectives newer than `after`, the newest id).
 
-    None where one has no duration. `entries` are the flight recorder's, whose `record_id` counts up.
+    None where one has no duration. `entries` are the flight recorder's; `record_id` counts up.
     """
     total: float | None = 0.0
     newest = after
