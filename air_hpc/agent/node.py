@@ -7,6 +7,7 @@ cut off: the workers are killed and the agent leaves.
 
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -81,6 +82,7 @@ class NodeAgent:
         self._durations = PhaseDurations()
         self._void: set[str] = set()
         """Tokens of generations that were killed before they were started here."""
+        self._pending: GenerationStart | None = None
         self._orphaned: float | None = None
         self.group: WorkerGroup | None = None
         self.exit_code: int | None = None
@@ -114,11 +116,23 @@ class NodeAgent:
         start = GenerationStart.from_json(message["start"])
         if str(start.token) in self._void:
             return
+        if self._pending is not None and self._pending.token >= start.token:
+            return
         if self.group is not None:
             if self.group.token >= start.token:
                 return  # said again to a heartbeat that was on its way
             self.group.close()
             self.group = None
+        self._starter.renew()
+        self._pending = start
+        self._start_pending()
+
+    def _start_pending(self) -> None:
+        """Start what was asked for, once it needs no waiting: a template may have to import."""
+        start = self._pending
+        if start is None or not self._starter.ready:
+            return
+        self._pending = None
         try:
             self.group = WorkerGroup(
                 self._run,
@@ -133,7 +147,12 @@ class NodeAgent:
             )
         except OSError as error:
             self._uplink.send(
-                {"type": "start_failed", "token": str(start.token), "reason": f"{error}"}
+                {
+                    "type": "start_failed",
+                    "token": str(start.token),
+                    "reason": f"{error}",
+                    "transient": error.errno in (errno.EAGAIN, errno.ENOMEM),
+                }
             )
 
     def _on_stop(self, message: Message) -> None:
@@ -153,6 +172,8 @@ class NodeAgent:
             group.kill()
         else:
             self._void.add(message["token"])
+            if self._pending is not None and str(self._pending.token) == message["token"]:
+                self._pending = None
             self._say_of(message, "none_here")
 
     def _group_of(self, message: Message) -> WorkerGroup | None:
@@ -243,6 +264,7 @@ class NodeAgent:
         if self._orphaned is not None:
             self._tick_orphaned(now, self._orphaned)
             return
+        self._start_pending()
         self._watch(now, stalled_s)
         if now >= self._next_heartbeat:
             self._beat(now)
@@ -292,7 +314,9 @@ class NodeAgent:
         if len(self._sent) > 1000:
             self._sent.pop(next(iter(self._sent)))
         progress = {} if self.group is None else self.group.progress()
-        token = None if self.group is None else str(self.group.token)
+        # What is about to be started needs no telling again.
+        holds = self._pending or self.group
+        token = None if holds is None else str(holds.token)
         self._uplink.send(
             {"type": "heartbeat", "sequence": self._sequence, "token": token, **progress}
         )

@@ -90,6 +90,8 @@ class Worker:
     lines: LineBuffer
     last_words: dict[str, Any] | None = None
     exit_status: int | None = None
+    told_steps: int = 0
+    """Of the compute time that the last heartbeat told."""
 
     @property
     def phase(self) -> str:
@@ -298,11 +300,13 @@ class WorkerGroup:
         Ends are said with every beat, since the message of an end may be lost with its connection.
         """
         overdue = [late.to_json() for late in self.silence.overdue]
+        compute = self._new_compute()
         return {
             "done_step": min((w.page.read(Word.DONE_STEP) for w in self.workers), default=NONE),
             "phases": sorted({w.phase for w in self.workers}),
             "ended": self.ends(),
             **({"overdue": overdue} if overdue else {}),
+            **({"compute": compute} if compute else {}),
         }
 
     def watch(self, now: float, stalled_s: float = 0.0) -> None:
@@ -316,6 +320,16 @@ class WorkerGroup:
     def inspected(self) -> list[RankReport] | None:
         """The reports of `inspect`, once; None before they are there."""
         return self.silence.inspected()
+
+    def _new_compute(self) -> dict[str, list[int]]:
+        """By rank the totals [ns, steps] of its compute, where they changed since the last beat."""
+        changed = {}
+        for worker in self.workers:
+            steps = worker.page.read(Word.COMPUTE_STEPS)
+            if steps != worker.told_steps:
+                worker.told_steps = steps
+                changed[str(worker.rank)] = [worker.page.read(Word.COMPUTE_NS), steps]
+        return changed
 
     def ends(self) -> list[dict[str, Any]]:
         """How those that have ended did."""

@@ -368,3 +368,14 @@ class RunSpec:
     recovery: RecoverySpec = field(default_factory=RecoverySpec)
     tracking: TrackingSpec = field(default_factory=TrackingSpec)
     code: CodeSpec = field(default_factory=CodeSpec)
+
+    @property
+    def allocated_nodes(self) -> int:
+        """The nodes that an allocation of this run has: those that train, and its hot spares."""
+        spares = self.recovery.spare_nodes if self.recovery.restart == "spare" else 0
+        return self.launch.nodes + spares
+
+    @property
+    def outlives_nodes(self) -> bool:
+        """Whether the job goes on when one of its nodes is lost (Slurm's --no-kill)."""
+        return self.recovery.restart != "requeue" and self.allocated_nodes > 1

@@ -16,6 +16,7 @@ in whatever order its events come, early, late or twice (a property test holds i
 - a `Start` names nodes that arrived, are not lost and are fit, in the allocation's order, and as
   many of them as the policy's largest size that they fill;
 - once a stop was asked for nothing is started any more;
+- a killed generation is asked for nothing any more: no flag and no target follows its `Kill`;
 - every generation ends: whoever is awaited has a deadline.
 
 How long a silent node is waited for before it is lost is the `detector`'s business, what an end is
@@ -133,6 +134,11 @@ class _Generation:
     killed_at: float | None = None
     save_by: float | None = None
 
+    @property
+    def members(self) -> frozenset[str]:
+        """The same nodes, to look one up."""
+        return self.stop.members
+
 
 class RestartMachine:
     """One attempt. `nodes` is the allocation in its own order; `now` is any monotonic clock."""
@@ -142,6 +148,9 @@ class RestartMachine:
         self.phase = Phase.ARRIVING
         self.generation = 0
         self._nodes = tuple(nodes)
+        # Sets beside the order: thousands of nodes arrive, one event each.
+        self._members = frozenset(self._nodes)
+        self._awaited = set(self._nodes)
         self._arrived: set[str] = set()
         self._lost: set[str] = set()
         self._unfit: set[str] = set()
@@ -191,48 +200,78 @@ class RestartMachine:
         return live.stop.missing if live is not None and live.stop.requested else ()
 
     @property
+    def next_deadline(self) -> float | None:
+        """When the next `tick` is due, if nothing happens before; None where none will act.
+
+        A tick before it does nothing. A caller with a timer need not tick in between.
+        """
+        live = self._live
+        if self.phase is Phase.ARRIVING:
+            settled = None if self._full_since is None else self._full_since + self.policy.settle_s
+            return self._arrive_by if settled is None else min(settled, self._arrive_by)
+        if self.phase is Phase.PAUSING:
+            return self._resume_at
+        if self.phase is not Phase.RUNNING or live is None:
+            return None
+        if live.killed_at is not None:
+            return live.killed_at + self.policy.kill_wait_s
+        due = (live.stop.deadline, live.kill_at, live.save_by)
+        return min((at for at in due if at is not None), default=None)
+
+    @property
     def can_continue(self) -> bool:
         """Whether another generation could start in this attempt, as far as nodes go."""
         inside = self.policy.restarts_inside or self.generation == 0
         return inside and self.stop_reason is None and self._size() is not None
 
     def _size(self) -> int | None:
-        count = len(self.fit)
+        count = self._fit_count
         return next((size for size in self.policy.sizes if size <= count), None)
+
+    @property
+    def _fit_count(self) -> int:
+        return len(self._arrived) - len(self._arrived & (self._lost | self._unfit))
 
     # -- nodes -------------------------------------------------------------------------------------
 
     def arrive(self, node: str, now: float) -> list[Action]:
         """A node of the allocation is there. Said again it changes nothing."""
-        if node not in self._nodes or node in self._arrived:
+        if node not in self._members or node in self._arrived:
             return []
         self._arrived.add(node)
+        self._awaited.discard(node)
         return self._try_first(now)
 
     def lose(self, node: str, now: float) -> list[Action]:
         """A node is given up for this attempt."""
-        if node not in self._nodes or node in self._lost:
+        if node not in self._members or node in self._lost:
             return []
         self._lost.add(node)
+        self._awaited.discard(node)
         if self.phase is Phase.ARRIVING:
             return self._try_first(now)
         live = self._live
-        if self.phase is not Phase.RUNNING or live is None or node not in live.nodes:
+        if self.phase is not Phase.RUNNING or live is None or node not in live.members:
             return []
         live.awaited.discard(node)
         return [*self._kill(f"node {node} is lost", now), *self._check_ended()]
 
     def reject(self, node: str, now: float) -> list[Action]:
         """A node lives but is not fit: nothing is started on it any more."""
+        if node not in self._members or node in self._unfit:
+            return []
         self._unfit.add(node)
+        self._awaited.discard(node)
         return self._try_first(now) if self.phase is Phase.ARRIVING else []
 
     def _try_first(self, now: float) -> list[Action]:
         """Start once all have arrived, or enough of them for long enough."""
         if self.phase is not Phase.ARRIVING:
             return []
-        if self.policy.sizes and len(self.fit) >= self.policy.sizes[0]:
-            self._full_since = now if self._full_since is None else self._full_since
+        if not self.policy.sizes or self._fit_count < self.policy.sizes[0]:
+            self._full_since = None  # no longer: a node was lost or found unfit meanwhile
+        elif self._full_since is None:
+            self._full_since = now
         full_since = self._full_since
         settled = full_since is not None and now >= full_since + self.policy.settle_s
         if settled or now >= self._arrive_by or not self._hopeful:
@@ -242,10 +281,8 @@ class RestartMachine:
     @property
     def _hopeful(self) -> bool:
         """Whether a node may still arrive, and waiting for it may still help."""
-        out = self._lost | self._unfit
-        coming = [node for node in self._nodes if node not in out | self._arrived]
         least = min(self.policy.sizes, default=0)
-        return bool(coming) and len(self.fit) + len(coming) >= least
+        return bool(self._awaited) and self._fit_count + len(self._awaited) >= least
 
     def _start_or_give_up(self, now: float) -> list[Action]:
         size = self._size()
@@ -265,7 +302,7 @@ class RestartMachine:
     def ended(self, node: str, now: float, *, failed: bool, all_ended: bool) -> list[Action]:
         """Workers of a node of this generation have ended; `failed`: any of them not as agreed."""
         live = self._live
-        if self.phase is not Phase.RUNNING or live is None or node not in live.nodes:
+        if self.phase is not Phase.RUNNING or live is None or node not in live.members:
             return []
         if all_ended:
             live.awaited.discard(node)
@@ -300,13 +337,13 @@ class RestartMachine:
         if self.phase in (Phase.ARRIVING, Phase.PAUSING):
             self.phase = Phase.DECIDING
             return [StoppedIdle()]
-        if self.phase is Phase.RUNNING and self._live is not None:
+        if self.phase is Phase.RUNNING and self._live is not None and not self.killed:
             return self._agree(self._live.stop.request(reason, now), now)
         return []
 
     def begun(self, node: str, step: int, now: float) -> list[Action]:
         """A node's flags are set; `step` is the largest that its workers began (-1: none)."""
-        if self.phase is not Phase.RUNNING or self._live is None:
+        if self.phase is not Phase.RUNNING or self._live is None or self.killed:
             return []
         return self._agree(self._live.stop.report(node, step), now)
 

@@ -222,6 +222,15 @@ class Session:
         if metrics and self._spool is not None:
             self._spool.log(step, metrics)
 
+    def computed(self, compute_ns: int, steps: int) -> None:
+        """Running totals of this rank: nanoseconds of its own compute, and over how many steps.
+
+        Told where a step logs. The two words may be read between their writes: then one report has
+        the compute of an interval more, and the next one is right again.
+        """
+        self._page.write(Word.COMPUTE_NS, compute_ns)
+        self._page.write(Word.COMPUTE_STEPS, steps)
+
     def stop_requested(self) -> bool:
         """Whether a stop was asked for (a hint for long phases; `begin_step` is what decides)."""
         return bool(self._page.read(Word.STOP_FLAG))
