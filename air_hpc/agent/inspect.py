@@ -158,12 +158,17 @@ class _Look:
                     group["sequence"],
                     group["in_flight"] and str(group["in_flight"])[:_LONGEST_LABEL],
                 )
-                for group in self.answer.get("groups", ())
+                for group in self._groups()
             ),
             top=top_of(self.stacks) or top_of(str(self.answer.get("stacks", ""))),
             for_s=subject.for_s,
             limit_s=subject.limit_s,
         )
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """A packet that was too long has text in the place of the list."""
+        groups = self.answer.get("groups")
+        return groups if isinstance(groups, list) else []
 
     def text(self) -> str:
         """For the file."""
@@ -174,7 +179,7 @@ class _Look:
             f"silent for {subject.for_s:.1f} s (limit {subject.limit_s:.1f} s) ==="
         ]
         if self.answered.is_set():
-            for group in self.answer.get("groups", ()):
+            for group in self._groups():
                 waits = group["in_flight"]
                 lines.append(
                     f"group {group['group']}: at #{group['sequence']}, "

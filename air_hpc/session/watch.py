@@ -53,9 +53,7 @@ def start_watch(channel: socket.socket, rank: int, dump_fd: int) -> threading.Th
     with suppress(OSError, ValueError, RuntimeError):
         faulthandler.register(DUMP_SIGNAL, file=dump_fd, all_threads=True, chain=False)
     _let_agent_attach(channel)
-    thread = threading.Thread(
-        target=_serve, args=(channel, rank), name="air_hpc-watch", daemon=True
-    )
+    thread = threading.Thread(target=_serve, args=(channel, rank), name=THREAD_NAME, daemon=True)
     thread.start()
     return thread
 

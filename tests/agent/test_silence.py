@@ -17,7 +17,7 @@ import pytest
 from air_hpc.agent import silence
 from air_hpc.agent.channel import Message
 from air_hpc.agent.environment import JobContext
-from air_hpc.agent.inspect import find_py_spy, process_state, top_of
+from air_hpc.agent.inspect import Inspection, Subject, find_py_spy, process_state, top_of
 from air_hpc.agent.node import NodeAgent
 from air_hpc.agent.silence import stacks_path
 from air_hpc.agent.starters import ExecStarter, ForkStarter, Starter
@@ -182,6 +182,15 @@ def test_an_inspection_of_workers_that_have_ended_reports_nobody(
     reports: list[list[RankReport]] = []
     group.listen_until(lambda: (told := group.inspected()) is not None and not reports.append(told))
     assert reports == [[]]
+
+
+def test_an_answer_that_was_cut_to_fit_its_packet_is_taken_as_it_is(tmp_path: Path) -> None:
+    me = Subject(0, os.getpid(), "step", 2, 1, 9.0, 5.0, -1)
+    inspection = Inspection("n1", [me], tmp_path / "stacks", py_spy=None)
+    inspection.heard(0, {"groups": "… cut", "stacks": "… cut"})
+    wait_until(lambda: inspection.poll() is not None)
+    (report,) = inspection.poll() or ()
+    assert (report.answered, report.groups, report.top) == (True, (), None)
 
 
 class Uplink:
