@@ -50,6 +50,7 @@ from air_hpc.rundir.retention import retire
 from air_hpc.rundir.spool import SpoolWriter
 from air_hpc.session.messages import Message, encode
 from air_hpc.session.page import NONE, PHASES, Page, Word
+from air_hpc.session.watch import start_watch
 
 POLL_S = 0.001
 ENV_PREFIX = "AIR_HPC_"
@@ -142,6 +143,7 @@ class Session:
         env = WorkerEnv.from_environ(os.environ if environ is None else environ)
         channel = socket.socket(fileno=env.socket_fd)
         channel.settimeout(30)
+        start_watch(channel, env.rank, env.page_fd)
         return cls(env, Page.attach(env.page_fd), channel)
 
     @classmethod
