@@ -73,7 +73,7 @@ class Site:
         lines = [
             "#!/bin/bash",
             f'echo "$@" >> {calls}',
-            f'[[ $1 == -o ]] && {{ echo "JobId=7 JobName=x JobState={state} Restarts=0"; exit 0; }}',
+            f'[[ $1 == -o ]] && {{ echo "JobId=7 JobState={state} Restarts=0"; exit 0; }}',
             *(f'[[ "$*" == "{words}" && ! -e {calls}.{n} ]] && {{ touch {calls}.{n}; exit 1; }}'
               for n, words in enumerate(refused)),
             "exit 0",
