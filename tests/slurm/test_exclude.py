@@ -60,9 +60,15 @@ def test_nodes_that_could_not_serve_the_run_are_no_room(site: Snapshot) -> None:
     assert avoided(*run(cpus_per_device=10_000), site, bad("n1"), 1.0) == ()
 
 
-def test_of_several_partitions_only_the_cap_is_known(site: Snapshot) -> None:
-    assert serving_nodes(*run(partition="low,high"), site) is None
-    assert avoided(*run(partition="low,high"), site, bad("n1"), 1.0) == ("n1",)
+def test_the_nodes_of_several_partitions_count_together(site: Snapshot) -> None:
+    assert serving_nodes(*run(partition="low,high"), site) == serving_nodes(*run(), site)
+    assert avoided(*run(partition="low,high"), site, bad("n1", "x9"), 1.0) == ("n1",)
+
+
+def test_where_no_partition_is_known_only_the_cap_holds(site: Snapshot) -> None:
+    assert serving_nodes(*run(partition="lov"), site) is None
+    assert avoided(*run(partition="lov"), site, bad("n1"), 1.0) == ("n1",)
+    assert avoided(*run(), None, bad("n1"), 1.0) == ("n1",)
 
 
 def test_a_run_may_go_without(site: Snapshot) -> None:
