@@ -98,6 +98,7 @@ def tags(
         "air_hpc.failure_class": status.failure_class,
         "air_hpc.evidence": status.evidence,
         "air_hpc.rolled_back": ranges_text(rolled_back) or None,
+        "air_hpc.stragglers": _stragglers(status, events),
         "air_hpc.device": status.measured.get("device_name"),
         "air_hpc.peak_source": status.measured.get("peak_source"),
     }
@@ -123,6 +124,13 @@ def _sweep(events: Sequence[Event], extra: Mapping[str, Any]) -> Any:
             if label is not None:
                 return label
     return extra.get("sweep")
+
+
+def _stragglers(status: RunStatus, events: Sequence[Event]) -> str | None:
+    """The slow ranks; `none` once those that were are slow no more: a tag cannot be taken back."""
+    if status.stragglers:
+        return "; ".join(map(str, status.stragglers))
+    return "none" if any(event.kind == Kind.STRAGGLER for event in events) else None
 
 
 def _folded(nodes: Sequence[str] | None) -> str | None:
@@ -156,6 +164,7 @@ def control_metrics(
         "time/stopping_s": time.stopping_s,
         "cost/device_hours": time.allocated_s / 3600 * allocated_nodes * plan.devices_per_node,
         "recovery/attempts": status.attempt,
+        "recovery/stragglers": len(status.stragglers),
         "recovery/rolled_back_steps": rolled_back_steps,
         "recovery/rerun_loss_difference": largest_difference,
     }
