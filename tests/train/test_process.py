@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from air_hpc.config.spec import RunSpec
+from air_hpc.config.spec import RecoverySpec, RunSpec
 from air_hpc.plan.frozen import freeze_run, read_run_yaml, render_run_yaml
 from air_hpc.plan.types import Mesh
 from air_hpc.probes.matmul import device_name
@@ -146,6 +146,18 @@ def test_a_worker_trains_to_the_end_and_says_what_it_measured(tmp_path: Path) ->
     assert {"train/loss", "train/lr", "train/grad_norm"} <= set(samples[5].metrics)
     assert {"perf/tokens_per_second", "perf/step_time_s"} <= set(samples[5].metrics)
     assert list((run.shared_dir / "calibrations").glob("matmul-*.json"))
+
+
+def test_a_worker_of_a_smaller_world_derives_its_plan(tmp_path: Path) -> None:
+    """After an elastic restart nobody tells the worker its mesh: it follows from the world size."""
+    spec = small_spec(2, recovery=RecoverySpec(restart="elastic"))
+    plan = replace(plan_for(spec, Mesh(dp_replicate=2)), nodes=2, devices_per_node=1)
+    run = make_run(tmp_path)
+    run.run_yaml.write_text(render_run_yaml(freeze_run("run", spec, plan)), encoding="utf-8")
+    with started_worker(run) as worker:
+        worker.messages_until("finished")
+        assert worker.end()[0] == 0
+    assert list(effective_samples(run)) == [1, 2]
 
 
 def test_signals_do_not_end_a_worker_and_an_agreed_stop_does(tmp_path: Path) -> None:
