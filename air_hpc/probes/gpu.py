@@ -108,10 +108,10 @@ def check_mig(node: Node) -> Check:
         if mode[0] and gpu.device.parent is None:
             instances = len(node.nvml.instances(gpu.handle))
             found.fail(gpu.device, f"MIG is on ({instances} instances), and the whole GPU is bound")
-    instances = [device for device in node.binding.devices if device.parent is not None]
-    if instances and node.asked.workers > 1:
+    parts = [device for device in node.binding.devices if device.parent is not None]
+    if parts and node.asked.workers > 1:
         why = f"{node.asked.workers} workers, and CUDA gives a process one MIG instance at most"
-        found.fail(instances[0], why)
+        found.fail(parts[0], why)
     return found.check("mig", said="no divided GPU is bound whole")
 
 

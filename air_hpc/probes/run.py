@@ -5,11 +5,12 @@ host's checks and the devices' are processes of their own, so that one cannot hi
 tells what it begins (`air_hpc.probes.node`); one check that lasts longer than `check_timeout_s`, or
 all of them longer than `timeout_s`, and the process is killed with its group: the check that was
 being made has failed, those that it kept from being made are not told. A process in an
-uninterruptible wait does not die of SIGKILL; it is not waited for either.
+uninterruptible wait does not die of SIGKILL; nobody waits for it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -25,6 +26,8 @@ from air_hpc.probes.result import Check, nothing_to_say
 from air_hpc.session.process import kill_group, spawn
 
 POLL_S = 0.02
+REAP_S = 0.2
+"""What a killed process is given to end; one in an uninterruptible wait does not."""
 
 
 @dataclass(frozen=True)
@@ -160,10 +163,10 @@ class _Child:
         self.checks += [nothing_to_say(n, why) for n in self._asked.names if n not in told and why]
 
     def kill(self) -> None:
-        """SIGKILL to the process and its children; it is not waited for."""
+        """SIGKILL to the process and its children; it is waited for a moment only."""
         if self._fd >= 0:
-            if self._process.poll() is None:
-                kill_group(self._process.pid)
-                self._process.poll()
+            kill_group(self._process.pid)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(REAP_S)
             os.close(self._fd)
             self._fd = -1
