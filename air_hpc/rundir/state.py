@@ -87,6 +87,12 @@ class RunStatus:
     ends: tuple[End, ...] = ()
     rolled_back: tuple[tuple[int, int], ...] = ()
     """Ranges of steps (first, last) that were trained and then rolled back."""
+    skipped_batches: tuple[tuple[int, int], ...] = ()
+    """Ranges of batches (first, last) that the loss guard's rollbacks step over."""
+    guard_skips: int = 0
+    """Steps whose update the loss guard left out."""
+    excluded: tuple[str, ...] = ()
+    """Nodes that this run's failures were held against."""
     measured: dict[str, Any] = field(default_factory=dict)
     time: TimeSpent = field(default_factory=TimeSpent)
     last_event: float | None = None
@@ -261,6 +267,9 @@ class _Fold:
             state=RunState.STARTING,
             generation=event.token.generation if event.token else self.status.generation,
             resume_step=_whole(event.facts.get("resume_step")),
+            failure_class=None,
+            verdict=None,
+            evidence=None,
         )
 
     def _on_resumed(self, event: Event) -> None:
@@ -327,12 +336,17 @@ class _Fold:
         if self.status.terminal:
             return
         self._reach(_whole(event.facts.get("step")))
-        self._bucket = "stopping_s"
         self.status = replace(
             self.status,
             failure_class=_failure_class(event),
             evidence=_text(event.facts.get("evidence")),
         )
+        if event.facts.get("verdict") == Verdict.CONTINUE:
+            self._note_end(event)
+            self._bucket = "starting_s"
+            self.status = replace(self.status, state=RunState.STARTING, verdict=Verdict.CONTINUE)
+        else:
+            self._bucket = "stopping_s"
 
     def _on_attempt_ended(self, event: Event) -> None:
         if self.status.terminal:
@@ -359,6 +373,24 @@ class _Fold:
             str(event.facts.get("evidence", "")),
         )
         self.status = replace(self.status, ends=(*_without(self.status.ends, event.token), end))
+
+    def _on_data_skipped(self, event: Event) -> None:
+        first = _whole(event.facts.get("first_batch"))
+        last = _whole(event.facts.get("last_batch"))
+        if first is not None and last is not None and (first, last) not in self._skipped:
+            self.status = replace(self.status, skipped_batches=(*self._skipped, (first, last)))
+
+    @property
+    def _skipped(self) -> tuple[tuple[int, int], ...]:
+        return self.status.skipped_batches
+
+    def _on_batch_skipped(self, event: Event) -> None:
+        self.status = replace(self.status, guard_skips=self.status.guard_skips + 1)
+
+    def _on_node_excluded(self, event: Event) -> None:
+        node = _text(event.facts.get("node"))
+        if node is not None and node not in self.status.excluded:
+            self.status = replace(self.status, excluded=(*self.status.excluded, node))
 
     def _on_cancel_requested(self, event: Event) -> None:
         self.status = replace(self.status, cancel_requested=True)

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -177,3 +178,14 @@ def test_asked_again_a_node_is_checked_anew_and_answers_each_asking(by_hand: ByH
     assert by_hand.starts == 2
     by_hand.agent.on_message({"type": "preflight", "request": "0.2"})
     assert by_hand.starts == 3
+
+
+def test_what_the_ranks_found_is_told_once_as_one_word_of_the_node(by_hand: ByHand) -> None:
+    by_hand.agent.group = SimpleNamespace(workers=[0, 1], token="0.1", close=int)  # type: ignore[assignment]
+    for rank, rate in ((2, 5.0), (3, 4.0)):
+        assert by_hand.of("rank_checks") == []
+        check = Check("matmul", True, rate, unit="FLOP/s").to_json()
+        message = {"kind": "preflight", "rank": rank, "checks": [check]}
+        by_hand.agent._on_worker_message(rank, message)
+    [told] = by_hand.of("rank_checks")
+    assert (told["token"], [c["value"] for c in told["checks"]]) == ("0.1", [4.0])
