@@ -205,6 +205,14 @@ def _named_twice(names: Sequence[str]) -> str:
     return f"CUDA_VISIBLE_DEVICES names {', '.join(twice)} more than once" if twice else ""
 
 
+def board_of(device: Device, described: Sequence[Device]) -> Device:
+    """The GPU that has the errors, clocks and heat of a device: its own, or a MIG instance's."""
+    if device.parent is None:
+        return device
+    gpus = (each for each in described if each.parent is None)
+    return next((gpu for gpu in gpus if gpu.index == device.parent), device)
+
+
 def bound_devices(
     kind: str, configured: int, environ: Mapping[str, str], described: Sequence[Device] = ()
 ) -> list[Device]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from air_hpc.probes.devices import Binding, Device, DeviceLost, Nvml
+from air_hpc.probes.devices import Binding, Device, DeviceLost, Nvml, board_of
 from air_hpc.probes.result import Check, nothing_to_say
 
 _THROTTLES = {0x08: "hardware slowdown", 0x40: "hardware thermal", 0x80: "power brake"}
@@ -38,11 +38,12 @@ class GpuAsked:
 
 @dataclass(frozen=True)
 class Node:
-    """The devices under test and the library that tells of them."""
+    """The devices under test and the library that tells of them, which `described` all it has."""
 
     nvml: Nvml
     binding: Binding
     asked: GpuAsked
+    described: tuple[Device, ...] = ()
 
 
 @dataclass
@@ -158,7 +159,7 @@ def check_memory(node: Node) -> Check:
     """Device memory that others hold: before the workers start, none is ours."""
     limit = node.asked.max_used_device_memory_bytes
     found = _Findings()
-    for gpu in _each(node, found):
+    for gpu in _each(node, found, whole=False):
         memory = gpu.ask("nvmlDeviceGetMemoryInfo")
         if memory is None:
             continue
@@ -218,11 +219,12 @@ class _Open:
         return self.nvml.constant(name, otherwise)
 
 
-def _each(node: Node, found: _Findings) -> Iterator[_Open]:
-    """The devices within reach; one that is lost fails the check."""
+def _each(node: Node, found: _Findings, *, whole: bool = True) -> Iterator[_Open]:
+    """The devices within reach; one that is lost fails the check. Of a MIG instance the whole GPU
+    is asked, unless what is asked for is the instance's own."""
     for device in node.binding.devices:
         try:
-            handle = node.nvml.handle(device)
+            handle = node.nvml.handle(board_of(device, node.described) if whole else device)
         except DeviceLost as lost:
             found.fail(device, str(lost))
             continue

@@ -93,7 +93,7 @@ def _gpu_checks(asked: Asked, emit: Emit) -> None:
             emit({"devices": [asdict(device) for device in binding.devices]})
             took = round(time.monotonic() - began, 3)
             emit({"check": Check(NVML, True, len(described), seconds=took).to_json()})
-            node = Node(nvml, binding, asked.gpu)
+            node = Node(nvml, binding, asked.gpu, tuple(described))
             for name, gpu_check in GPU_CHECKS.items() if asked.checks else ():
                 _one(name, emit, lambda check=gpu_check: check(node))  # type: ignore[misc]
     except NvmlUnavailable as unavailable:

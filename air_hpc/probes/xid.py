@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from air_hpc.errors import AirHpcError
-from air_hpc.probes.devices import Nvml, bind, open_nvml
+from air_hpc.probes.devices import Device, DeviceLost, Nvml, bind, board_of, open_nvml
 
 WAIT_MS = 500
 PAUSE_S = 1.0
@@ -24,19 +24,25 @@ DOUBLE_BIT_ECC = 48
 """The Xid of a double-bit ECC error, which has an event of its own."""
 MOST_KEPT = 1000
 
+_Known = dict[str | None, tuple[Device, int]]
+"""The watched devices by UUID, with their places among the bound ones."""
+
 
 @dataclass(frozen=True)
 class Xid:
-    """One error of a device. `time` is seconds since the epoch when it was heard of."""
+    """One error of a device. `time` is seconds since the epoch when it was heard of, `local_rank`
+    the place of the device among those bound to the job: the worker that has it."""
 
     device_uuid: str | None
     index: int | None
     number: int
     time: float
+    local_rank: int | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """For a message or the ledger."""
-        return asdict(self)
+        """For the report of a worker's end, and the ledger."""
+        return {"xid": self.number, "device": self.device_uuid, "index": self.index,
+                "time": self.time}  # fmt: skip
 
 
 class XidWatch:
@@ -101,25 +107,26 @@ class XidWatch:
         finally:
             nvml.ask("nvmlEventSetFree", events)
 
-    def _register(self, nvml: Nvml, events: Any) -> Mapping[str | None, int | None]:
-        """Ask to be told; the index of each watched device by its UUID."""
+    def _register(self, nvml: Nvml, events: Any) -> _Known:
+        """Ask to be told of each bound device."""
         xid = nvml.constant("nvmlEventTypeXidCriticalError", 8)
         ecc = nvml.constant("nvmlEventTypeDoubleBitEccError", 2)
         described = nvml.devices()
-        known: dict[str | None, int | None] = {}
-        for device in bind(self._names, described).devices:
-            # The errors of a MIG instance are its GPU's.
-            gpu = next((d for d in described if d.index == device.parent), device)
-            gpu = device if device.parent is None else gpu
-            handle = nvml.handle(gpu)
-            supported = nvml.ask("nvmlDeviceGetSupportedEventTypes", handle)
+        known: _Known = {}
+        for local_rank, device in enumerate(bind(self._names, described).devices):
+            gpu = board_of(device, described)
+            try:
+                handle = nvml.handle(gpu)
+                supported = nvml.ask("nvmlDeviceGetSupportedEventTypes", handle)
+            except DeviceLost:
+                continue
             wanted = (xid | ecc) & supported if supported is not None else 0
             if handle is not None and wanted and gpu.uuid not in known:
                 nvml.module.nvmlDeviceRegisterEvents(handle, wanted, events)
-                known[gpu.uuid] = gpu.index
+                known[gpu.uuid] = (gpu, local_rank)
         return known
 
-    def _wait_once(self, nvml: Nvml, events: Any, known: Mapping[str | None, int | None]) -> None:
+    def _wait_once(self, nvml: Nvml, events: Any, known: _Known) -> None:
         module = nvml.module
         try:
             event = module.nvmlEventSetWait(events, WAIT_MS)
@@ -133,7 +140,9 @@ class XidWatch:
         number = int(event.eventData) if is_xid else DOUBLE_BIT_ECC
         with self._lock:
             if len(self._found) < MOST_KEPT:
-                self._found.append(Xid(uuid, known.get(uuid), number, self._wall_clock()))
+                device, rank = known.get(uuid, (None, None))
+                index = None if device is None else device.index
+                self._found.append(Xid(uuid, index, number, self._wall_clock(), rank))
 
     @staticmethod
     def _uuid(nvml: Nvml, handle: Any) -> str | None:

@@ -25,7 +25,8 @@ def node(
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(gpus))  # type: ignore[arg-type]
     asked = asked or asking(len(gpus))
     with open_nvml() as nvml:
-        yield Node(nvml, bind(visible_names(asked.variables), nvml.devices()), asked)
+        described = tuple(nvml.devices())
+        yield Node(nvml, bind(visible_names(asked.variables), described), asked, described)
 
 
 def asking(workers: int, visible: str | None = None, ecc: int | None = 0) -> GpuAsked:
@@ -131,3 +132,14 @@ def test_two_mig_instances_do_not_serve_two_workers(monkeypatch: pytest.MonkeyPa
         assert "one MIG instance at most" in GPU_CHECKS["mig"](two).said
     with node(monkeypatch, [divided], asking(1, visible="MIG-2")) as one:
         assert GPU_CHECKS["mig"](one).ok is True
+
+
+def test_a_mig_instance_has_its_gpus_errors_and_its_own_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    divided = Gpu("GPU-a", mig=(1, 1), used=60 * GIB, volatile=2, instances=[Gpu("MIG-1")])
+    with node(monkeypatch, [divided], asking(1, visible="MIG-1")) as one:
+        assert GPU_CHECKS["device_memory"](one).ok is True
+        check = GPU_CHECKS["ecc"](one)
+    assert check.ok is False
+    assert "MIG instance of GPU 0 (MIG-1): 2 uncorrected" in check.said

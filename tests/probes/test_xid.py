@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from air_hpc.probes.xid import DOUBLE_BIT_ECC, XidWatch
+from air_hpc.probes.xid import DOUBLE_BIT_ECC, Xid, XidWatch
 from tests.agent.groups import wait_until
 from tests.probes.fake_nvml import FakeNvml, Gpu, NVMLError
 
@@ -49,17 +49,16 @@ def test_errors_are_collected_with_their_device(start: Start) -> None:
         return len(found) == 2
 
     wait_until(both)
-    assert [(x.device_uuid, x.index, x.number, x.time) for x in found] == [
-        ("GPU-b", 1, 79, 12.5),
-        ("GPU-a", 0, DOUBLE_BIT_ECC, 12.5),
-    ]
+    assert found == [Xid("GPU-b", 1, 79, 12.5, 1), Xid("GPU-a", 0, DOUBLE_BIT_ECC, 12.5, 0)]
+    assert found[0].to_json() == {"xid": 79, "device": "GPU-b", "index": 1, "time": 12.5}
     assert watch.take() == []
 
 
 def test_only_the_bound_devices_are_watched(start: Start) -> None:
+    lost = Gpu("GPU-d", lost_at="nvmlDeviceGetSupportedEventTypes")
     divided = Gpu("GPU-c", mig=(1, 1), instances=[Gpu("MIG-1")])
-    fake = FakeNvml([Gpu("GPU-a"), Gpu("GPU-b"), divided])
-    assert start(fake, ["GPU-b", "MIG-1"]).watching
+    fake = FakeNvml([Gpu("GPU-a"), Gpu("GPU-b"), divided, lost])
+    assert start(fake, ["GPU-d", "GPU-b", "MIG-1"]).watching
     assert fake.registered == {"GPU-b": XID | ECC, "GPU-c": XID | ECC}
 
 
