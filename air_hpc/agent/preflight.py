@@ -8,13 +8,13 @@ that hangs never hangs the agent: with pre-flight switched off, devices are stil
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from air_hpc.agent.channel import Message
 from air_hpc.config.spec import RunSpec
-from air_hpc.probes.devices import bound_devices
+from air_hpc.probes.devices import Device, bound_devices
 from air_hpc.probes.gpu import GpuAsked
 from air_hpc.probes.host import HostAsked
 from air_hpc.probes.node import BINDING_VARIABLES, Asked
@@ -87,12 +87,9 @@ class Preflight:
     def fill(self, hello: Message) -> Message:
         """The hello with what was found, and the wall clock now (to be called as it is sent)."""
         found = self._found or Findings(())
-        described = found.devices or ()
-        devices = (
-            list(described)
-            if described
-            else bound_devices(self._kind, self._workers, self._environ)
-        )
+        devices: Sequence[Device] | None = found.devices
+        if devices is None:  # nobody was asked, or nobody answered: what the binding says
+            devices = bound_devices(self._kind, self._workers, self._environ)
         facts: dict[str, Any] = {**hello.get("facts", {}), "wall_time": time.time()}
         if self._spec.enabled:
             facts["preflight"] = [check.to_json() for check in found.checks]
