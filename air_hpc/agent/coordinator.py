@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from air_hpc.agent import generation as generations
+from air_hpc.agent.avoiding import Avoiding
 from air_hpc.agent.channel import CoordinatorSocket, Message
 from air_hpc.agent.ending import Ask, Ending, Outcome, ThreadQuestion
 from air_hpc.agent.environment import JobContext
@@ -24,7 +25,7 @@ from air_hpc.agent.members import Member
 from air_hpc.agent.scheduler import Scheduler
 from air_hpc.errors import EXIT_DO_NOT_RESTART, EXIT_ENVIRONMENT, EXIT_OK, EnvironmentFailure
 from air_hpc.plan.frozen import FrozenRun
-from air_hpc.plan.types import Plan
+from air_hpc.plan.resize import plan_for, sizes
 from air_hpc.recovery import restart
 from air_hpc.recovery.decide import Decision, decide
 from air_hpc.recovery.evidence import Failure, GenerationEnd, WorkerEnd, first_failure
@@ -88,7 +89,7 @@ class Coordinator:
     def _policy(self) -> RestartPolicy:
         recovery = self._spec.recovery
         return RestartPolicy(
-            sizes=(self._plan.nodes,),
+            sizes=sizes(self._spec, self._plan) or (self._plan.nodes,),
             restarts_inside=recovery.restart != "requeue",
             start_timeout_s=self._spec.launch.start_timeout_s,
             stop_timeout_s=recovery.stop_timeout_s,
@@ -117,6 +118,9 @@ class Coordinator:
             pid_start=start_time(os.getpid()),
             boot_id=boot_id(),
         )
+        self._avoiding = Avoiding(
+            self._run, self._frozen, record=self._record, say=self._say, wall_clock=self._wall_clock
+        )
         # Read again: an attempt before may have ended without a word, and counts all the same.
         history = fold(read_ledger(self._run).events).ends
         self._ending = Ending(
@@ -126,6 +130,7 @@ class Coordinator:
             self._scheduler,
             self.token,
             history,
+            self._avoiding,
             record=self._record,
             say=self._say,
             ask=ask,
@@ -206,7 +211,8 @@ class Coordinator:
     def _start_generation(self, number: int, nodes: Sequence[str]) -> None:
         assert self.token is not None
         members = [self._members[node] for node in nodes]
-        plan = self._plan_for(len(nodes))
+        plan = plan_for(self._spec, self._plan, len(nodes))
+        assert plan is not None, "the machine knows no other sizes"
         found: CannotStart | tuple[int, ...] | None
         try:
             if number > 1:
@@ -251,9 +257,6 @@ class Coordinator:
         for node, message in live.starts.items():
             self._socket.send(node, message)
 
-    def _plan_for(self, nodes: int) -> Plan:
-        return self._plan
-
     def _end_generation(self) -> None:
         """All its workers have ended, or their nodes were given up: class and verdict."""
         live = self._live
@@ -267,6 +270,8 @@ class Coordinator:
             committed=self._committed,
         )
         failure = first_failure(end.workers)
+        if failure is not None and self._signal is None:
+            self._hold_against_node(failure, live)
 
         def blame(failure_class: FailureClass, evidence: str) -> tuple[FailureClass, str]:
             if failure is None or failure_class is not failure.failure_class:
@@ -277,6 +282,17 @@ class Coordinator:
             end, self._committed, blame, can_continue=lambda: self._machine.can_continue
         )
         self._poll_ending()
+
+    def _hold_against_node(self, failure: Failure, live: Generation) -> None:
+        """A device that failed keeps its node out of what starts next."""
+        if failure.failure_class is FailureClass.DEVICE:
+            node = live.ends[failure.rank].node
+            self._exclude(node, failure.failure_class, failure.evidence)
+
+    def _exclude(self, node: str, failure_class: FailureClass, reason: str) -> None:
+        if self._avoiding.exclude(node, failure_class, reason):
+            self._ending.avoids_nodes = True
+            self._do(self._machine.reject(node, self._clock()))
 
     def _blame_checkpoint(self, live: Generation, failure: Failure) -> tuple[FailureClass, str]:
         """A crash while loading makes the checkpoint suspect: the next start takes an older one."""

@@ -20,6 +20,7 @@ from air_hpc.agent.workers import GenerationStart, WorkerGroup
 from air_hpc.config.spec import RecoverySpec
 from air_hpc.errors import EXIT_ENVIRONMENT
 from air_hpc.probes.result import Check, worst
+from air_hpc.recovery.hang import PhaseDurations
 from air_hpc.rundir.layout import RunDir
 from air_hpc.session.messages import RECORDED
 from air_hpc.session.messages import Message as MessageKind
@@ -88,6 +89,7 @@ class NodeAgent:
         self._sent: dict[int, float] = {}
         self._sequence = 0
         self._welcomed = False
+        self._durations = PhaseDurations()
         self._void: set[str] = set()
         """Tokens of generations that were killed before they were started here."""
         self._pending: GenerationStart | None = None
@@ -151,6 +153,8 @@ class NodeAgent:
                 self._argv,
                 self._environ,
                 self._lease_until_ns(),
+                hang=self._recovery.hang,
+                durations=self._durations,
             )
         except OSError as error:
             self._uplink.send(
@@ -220,6 +224,14 @@ class NodeAgent:
         checks = [check.to_json() for check in worst(told)]
         self._send_of_group("rank_checks", checks=checks)
 
+    def _on_inspect(self, message: Message) -> None:
+        """Find out what the workers of a generation are doing; `_watch` sends what came of it."""
+        group = self._group_of(message)
+        if group is not None:
+            group.inspect(self._clock())
+        else:
+            self._say_of(message, "inspected", reports=[])
+
     def _on_leave(self, message: Message) -> None:
         self._uplink.send({"type": "bye"})
         self._leave(message["exit_code"], message.get("reason", ""))
@@ -288,7 +300,8 @@ class NodeAgent:
         held against the coordinator: it has not been asked meanwhile.
         """
         now = self._clock()
-        self._stalled_s += max(0.0, now - self._last_tick - STALL_S)
+        stalled_s = max(0.0, now - self._last_tick - STALL_S)
+        self._stalled_s += stalled_s
         self._last_tick = now
         if self.exit_code is not None:
             return
@@ -301,6 +314,7 @@ class NodeAgent:
         self._start_pending()
         if self._preflight_awaited:
             self._tell_preflight()
+        self._watch(now, stalled_s)
         if now >= self._next_heartbeat:
             self._beat(now)
         silent_s = now - self._heard - self._stalled_s
@@ -322,6 +336,15 @@ class NodeAgent:
         elif now >= since + turn * TURN_S:
             self._on_coordinator_lost()
             self._leave(EXIT_ENVIRONMENT, "")
+
+    def _watch(self, now: float, stalled_s: float) -> None:
+        """Look at the workers' progress; report an inspection that is over."""
+        if self.group is None:
+            return
+        self.group.watch(now, stalled_s)
+        reports = self.group.inspected()
+        if reports is not None:
+            self._send_of_group("inspected", reports=[report.to_json() for report in reports])
 
     def _tick_hello(self, now: float) -> None:
         checked = self._preflight is None or self._preflight.poll() is not None

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from air_hpc.recovery.exclusions import active
 from air_hpc.rundir.events import Kind
+from air_hpc.rundir.exclusions import read_exclusions
 from air_hpc.rundir.fence import Token, newest_token
 from air_hpc.rundir.layout import RunDir
 from air_hpc.rundir.state import fold
@@ -137,3 +139,77 @@ def test_a_start_after_ends_that_nobody_judged_asks_the_budget_first(
         before.failed_all("network")  # and then its coordinator is killed
     last = play(restart_count=2, scheduler=FakeScheduler())
     assert last.end[1] is Verdict.STOP
+
+
+THREE = (*NODES, "n3")
+
+
+class TestFewerNodes:
+    def begin(self, folder: Path, play: Callable[..., Play], *overrides: str) -> Play:
+        one = play(run=build_run(folder / "runs", *REQUEUES, *overrides), nodes=THREE)
+        one.hello(*THREE)
+        return one
+
+    def started_on(self, one: Play) -> list[list[str]]:
+        return [
+            list(event.facts["nodes"])
+            for event in one.events
+            if event.kind == Kind.GENERATION_STARTED
+        ]
+
+    def test_a_spare_takes_the_place_of_a_lost_node(
+        self, tmp_path: Path, play: Callable[..., Play]
+    ) -> None:
+        one = self.begin(tmp_path, play, "recovery.restart=spare", "recovery.spare_nodes=1")
+        assert "n3" not in one.socket.to("start")
+        one.wait(6, beating=("n1", "n3"))
+        one.failed("n1", 0, 1, failure_class="network")
+        assert self.started_on(one) == [["n1", "n2"], ["n1", "n3"]]
+        ended = one.event(Kind.GENERATION_ENDED).facts
+        assert (ended["failure_class"], ended["verdict"]) == ("node_lost", "continue")
+
+    def test_a_lost_spare_disturbs_nobody(self, tmp_path: Path, play: Callable[..., Play]) -> None:
+        one = self.begin(tmp_path, play, "recovery.restart=spare", "recovery.spare_nodes=1")
+        one.wait(6, beating=NODES)
+        assert one.event(Kind.NODE_LOST).facts["node"] == "n3"
+        assert one.socket.of("kill") == []
+
+    def test_an_elastic_run_goes_on_with_fewer_replicas(
+        self, tmp_path: Path, play: Callable[..., Play]
+    ) -> None:
+        one = self.begin(
+            tmp_path, play, "launch.nodes=3", "recovery.restart=elastic", "recovery.min_nodes=2",
+            "train.global_batch_size=24", "train.micro_batch_size=2",
+        )  # fmt: skip
+        one.wait(6, beating=("n1", "n3"))
+        one.failed("n1", 0, 1, failure_class="network")
+        one.failed("n3", 4, 5, failure_class="network")
+        assert self.started_on(one) == [["n1", "n2", "n3"], ["n1", "n3"]]
+        again = [m["start"] for n, m in one.socket.of("start") if n == "n3"][-1]
+        assert (again["world_size"], list(again["ranks"]), again["node_rank"]) == (4, [2, 3], 1)
+        one.wait(6, beating=("n1",))
+        one.failed("n1", 0, 1, failure_class="network")
+        assert one.end[:2] == (FailureClass.NODE_LOST, Verdict.REQUEUE), "below min_nodes"
+
+    def test_a_node_whose_device_failed_is_left_out_and_avoided(
+        self, tmp_path: Path, play: Callable[..., Play]
+    ) -> None:
+        one = self.begin(tmp_path, play, "recovery.restart=spare", "recovery.spare_nodes=1")
+        one.failed("n2", 2, failure_class="device")
+        one.failed("n2", 3, failure_class="network")
+        one.failed("n1", 0, 1, failure_class="network")
+        assert self.started_on(one) == [["n1", "n2"], ["n1", "n3"]]
+        (standing,) = active(read_exclusions(one.run.runs_dir).entries, one.now + 1e9)
+        assert (standing.node, standing.failure_class) == ("n2", "device")
+        assert one.event(Kind.NODE_EXCLUDED).facts["node"] == "n2"
+
+    def test_a_device_that_fails_without_a_spare_is_told_with_the_requeue(
+        self, tmp_path: Path, play: Callable[..., Play]
+    ) -> None:
+        one = self.begin(tmp_path, play, "launch.nodes=3", "recovery.restart=same",
+                         "train.global_batch_size=24")  # fmt: skip
+        one.failed("n2", 2, 3, failure_class="device")
+        one.failed("n1", 0, 1, failure_class="network")
+        one.failed("n3", 4, 5, failure_class="network")
+        assert one.end[1] is Verdict.EXCLUDE_AND_REQUEUE
+        assert one.intent() == "requeue\nexclude=n2"
