@@ -21,8 +21,10 @@ from air_hpc.agent.channel import CoordinatorSocket, Message
 from air_hpc.agent.ending import Ask, Ending, Outcome, ThreadQuestion
 from air_hpc.agent.environment import JobContext
 from air_hpc.agent.generation import CannotStart, Generation
+from air_hpc.agent.liveness import Prober
 from air_hpc.agent.members import Member
 from air_hpc.agent.scheduler import Scheduler
+from air_hpc.agent.watching import NodeWatch
 from air_hpc.errors import EXIT_DO_NOT_RESTART, EXIT_ENVIRONMENT, EXIT_OK, EnvironmentFailure
 from air_hpc.plan.frozen import FrozenRun
 from air_hpc.plan.resize import plan_for, sizes
@@ -59,6 +61,7 @@ class Coordinator:
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
         ask: Ask = ThreadQuestion,
+        prober: Prober | None = None,
     ) -> None:
         self._context = context
         self._run = run
@@ -73,6 +76,7 @@ class Coordinator:
         self._members: dict[str, Member] = {}
         self._left: set[str] = set()
         self._why_lost: dict[str, str] = {}
+        self._nodes = NodeWatch(self._spec.recovery, clock=clock, prober=prober)
         self._live: Generation | None = None
         self._signal: str | None = None
         self._limit_at: float | None = None
@@ -274,6 +278,8 @@ class Coordinator:
             self._hold_against_node(failure, live)
 
         def blame(failure_class: FailureClass, evidence: str) -> tuple[FailureClass, str]:
+            if live.hung is not None and self._signal is None:
+                return FailureClass.HANG, live.hung.evidence
             if failure is None or failure_class is not failure.failure_class:
                 return failure_class, evidence
             return self._blame_checkpoint(live, failure)
@@ -323,6 +329,7 @@ class Coordinator:
         member = self._members.get(node)
         if member is not None:
             member.heard = now
+            self._nodes.heard(node, now)
         if kind == "hello":
             self._register(node, message, now)
         elif kind == "signal":
@@ -331,6 +338,7 @@ class Coordinator:
             self._lose(node, f"its agent failed: {message['reason']}")
         elif kind == "bye":
             self._left.add(node)
+            self._nodes.forget(node)
         elif member is None:
             return
         elif kind == "heartbeat":
@@ -343,6 +351,8 @@ class Coordinator:
             self._do(self._machine.begun(node, message["step"], now))
         elif kind == "ended":
             self._on_ended(node, message["workers"], now)
+        elif kind == "inspected":
+            self._live.hang.inspected(node, message["reports"])
         elif kind == "none_here":
             self._do(self._machine.ended(node, now, failed=True, all_ended=True))
         elif kind == "start_failed":
@@ -376,6 +386,7 @@ class Coordinator:
             return
         if node not in self._members:
             self._members[node] = Member.from_hello(node, message, now)
+            self._nodes.watch(self._members[node], now)
         self._socket.send(node, {"type": "welcome"})
         self._do(self._machine.arrive(node, now))
 
@@ -393,6 +404,12 @@ class Coordinator:
             return
         member.done_step = message.get("done_step", member.done_step)
         member.phases = tuple(message.get("phases", ()))
+        for rank, (compute_ns, steps) in message.get("compute", {}).items():
+            live.stragglers.sample(int(rank), compute_ns, steps, now)
+        asks = not self._machine.killed and live.hang.late(message.get("overdue", ()), now)
+        if asks:
+            self._say(f"overdue: {live.hang.overdue}; asking all nodes what their workers do")
+            self._tell("inspect")
         self._on_ended(member.node, message.get("ended", []), now)
         if self.outcome is not None:
             self._send_leave(member.node)
@@ -453,6 +470,8 @@ class Coordinator:
         ]
         live.ends.update((end.rank, end) for end in ends)
         failed = any(end.failed for end in ends)
+        if failed:
+            self._nodes.suspect_all(now)
         all_ended = live.node_ended(node)
         self._do(self._machine.ended(node, now, failed=failed, all_ended=all_ended))
 
@@ -471,14 +490,45 @@ class Coordinator:
         member = self._members.get(node)
         silent_s = None if member is None else round(self._clock() - member.heard, 1)
         self._why_lost[node] = why
+        self._nodes.forget(node)
         self._record(Kind.NODE_LOST, node=node, why=why, silent_s=silent_s)
         self._say(f"node {node} is lost: {why}")
 
-    def _find_lost(self, now: float) -> None:
-        timeout_s = self._spec.recovery.heartbeat_timeout_s
-        for member in self._members.values():
-            if member.node not in self._machine.lost and now - member.heard > timeout_s:
-                self._lose(member.node, f"not heard for {now - member.heard:.1f} s")
+    def _look_at_nodes(self, now: float) -> None:
+        for lost in self._nodes.tick(now):
+            self._lose(lost.node, f"silent for {lost.silent_s:.1f} s: {lost.why}")
+
+    def _look_at_workers(self, live: Generation, now: float) -> None:
+        """Hangs and stragglers of the live generation."""
+        for slow in live.stragglers.tick(now):
+            devices = self._members[slow.node].devices
+            self._record(
+                Kind.STRAGGLER,
+                rank=slow.rank,
+                node=slow.node,
+                device=live.device_of(slow.rank, devices),
+                ratio=round(slow.ratio, 4),
+                window_s=round(slow.window_s, 1),
+                change=slow.change,
+            )
+            self._say(f"rank {slow.rank} on {slow.node}: {slow.ratio:.2f} of the median compute")
+        found = live.hang.tick(now)
+        if found is None or self._machine.killed:
+            return
+        live.hung = found
+        late = live.hang.overdue or {}
+        folder = self._run.generation_dir(live.token.attempt, live.token.generation)
+        self._record(
+            Kind.HANG_FOUND,
+            rank=found.rank,
+            node=found.node,
+            phase=late.get("phase"),
+            for_s=late.get("for_s"),
+            limit_s=late.get("limit_s"),
+            evidence=found.evidence,
+            stacks=str(folder.relative_to(self._run.path) / "stacks-*.txt"),
+        )
+        self._do(self._machine.condemn(f"hang: {found.evidence}", now))
 
     # -- stops and time ----------------------------------------------------------------------------
 
@@ -498,15 +548,16 @@ class Coordinator:
         if self.outcome is not None:
             return
         if stalled:
-            for member in self._members.values():
-                member.heard += stalled
+            self._nodes.forgive(stalled, now)
         self._poll_ending()
         if self.outcome is not None:
             return
         if self._limit_at is not None and now >= self._limit_at:
             self._limit_at = None
             self.on_signal("timer", self._context.node)
-        self._find_lost(now)
+        self._look_at_nodes(now)
+        if self._live is not None and self._machine.phase is Phase.RUNNING:
+            self._look_at_workers(self._live, now)
         self._do(self._machine.tick(now))
 
     # -- the end -----------------------------------------------------------------------------------
@@ -590,7 +641,12 @@ class Coordinator:
         """Whether every node that is not lost has said that it leaves."""
         return self._left | self._machine.lost >= set(self._context.nodes)
 
+    def fileno(self) -> int:
+        """Ready when a probe of a node has ended."""
+        return self._nodes.fileno()
+
     def close(self) -> None:
-        """Close the ledger."""
+        """Close the ledger and the probes."""
+        self._nodes.close()
         if self._ledger is not None:
             self._ledger.close()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from air_hpc.recovery.exclusions import active
+from air_hpc.recovery.hang import RankReport
 from air_hpc.rundir.events import Kind
 from air_hpc.rundir.exclusions import read_exclusions
 from air_hpc.rundir.fence import Token, newest_token
@@ -76,6 +77,7 @@ def test_what_an_older_generation_still_says_is_not_the_present_ones(one: Play) 
 
 
 def test_a_lost_node_leaves_too_few_and_the_job_is_requeued(one: Play) -> None:
+    one.wait(2)
     one.wait(6, beating=("n1",))
     one.failed("n1", 0, 1, failure_class="network")
     assert one.end[:2] == (FailureClass.NODE_LOST, Verdict.REQUEUE)
@@ -83,6 +85,7 @@ def test_a_lost_node_leaves_too_few_and_the_job_is_requeued(one: Play) -> None:
 
 
 def test_a_lost_node_that_is_heard_again_is_told_to_leave(one: Play) -> None:
+    one.wait(2)
     one.wait(6, beating=("n1",))
     one.beat("n2")
     assert "n2" in one.socket.to("leave")
@@ -141,6 +144,77 @@ def test_a_start_after_ends_that_nobody_judged_asks_the_budget_first(
     assert last.end[1] is Verdict.STOP
 
 
+def overdue(rank: int = 2) -> dict[str, Any]:
+    return {"rank": rank, "phase": "step", "step": 4, "for_s": 301.0, "limit_s": 300.0}
+
+
+def report(rank: int, node: str, **facts: Any) -> dict[str, Any]:
+    known = {"state": "S", "answered": True, "phase": "step", "begun": 4, "done": 3}
+    return RankReport(**{"rank": rank, "node": node, **known, **facts}).to_json()
+
+
+def test_a_hang_is_looked_into_on_all_nodes_named_and_restarted(one: Play) -> None:
+    one.beat("n2", overdue=[overdue()])
+    assert one.socket.to("inspect") == ["n1", "n2"]
+    one.beat("n1", overdue=[overdue(0)])
+    assert len(one.socket.to("inspect")) == 2, "once"
+    one.tell("n1", "inspected", reports=[report(0, "n1"), report(1, "n1")])
+    one.wait(1)
+    assert one.socket.of("kill") == []
+    stopped = report(3, "n2", state="T", answered=False)
+    one.tell("n2", "inspected", reports=[report(2, "n2"), stopped])
+    one.wait(0.5)
+    found = one.event(Kind.HANG_FOUND).facts
+    assert (found["rank"], found["node"], found["phase"]) == (3, "n2", "step")
+    one.failed_all("unknown")
+    ended = one.event(Kind.GENERATION_ENDED).facts
+    assert (ended["failure_class"], ended["verdict"]) == ("hang", "continue")
+    assert "rank 3 on n2" in ended["evidence"]
+    assert len(starts(one)) == 2
+
+
+def test_a_node_that_does_not_answer_the_question_is_blamed(one: Play) -> None:
+    one.beat("n2", overdue=[overdue()])
+    one.tell("n1", "inspected", reports=[report(0, "n1"), report(1, "n1")])
+    one.wait(9)
+    assert one.event(Kind.HANG_FOUND).facts["node"] == "n2"
+
+
+def test_a_dead_agent_is_found_as_soon_as_a_worker_misses_it(one: Play) -> None:
+    one.wait(2)
+    one.prober.gone = {"n2"}
+    one.failed("n1", 0, failure_class="network")
+    for _ in range(25):
+        one.now += 0.1
+        one.beat("n1")
+        one.coordinator.tick()
+    lost = one.event(Kind.NODE_LOST).facts
+    assert lost["node"] == "n2"
+    assert "its agent is gone" in lost["why"]
+
+
+def test_a_starved_agent_is_not_taken_for_dead(one: Play) -> None:
+    one.wait(2)
+    for _ in range(12):
+        one.now += 1
+        one.beat("n1")
+        one.coordinator.tick()
+    one.beat("n2")
+    assert one.socket.of("kill") == []
+
+
+def test_a_slow_rank_stands_in_the_ledger_with_its_node(one: Play) -> None:
+    for second in range(1, 140):
+        total = second * 10**9
+        one.beat("n1", compute={"0": [total, second * 10], "1": [total, second * 10]})
+        one.beat("n2", compute={"2": [total, second * 10], "3": [2 * total, second * 10]})
+        one.wait(1)
+    slow = one.event(Kind.STRAGGLER).facts
+    assert (slow["rank"], slow["node"], slow["device"]) == (3, "n2", "cpu")
+    assert slow["ratio"] == pytest.approx(2.0, abs=0.1)
+    assert [each.rank for each in fold(one.events).stragglers] == [3]
+
+
 THREE = (*NODES, "n3")
 
 
@@ -148,6 +222,7 @@ class TestFewerNodes:
     def begin(self, folder: Path, play: Callable[..., Play], *overrides: str) -> Play:
         one = play(run=build_run(folder / "runs", *REQUEUES, *overrides), nodes=THREE)
         one.hello(*THREE)
+        one.wait(2, beating=THREE)
         return one
 
     def started_on(self, one: Play) -> list[list[str]]:

@@ -86,9 +86,7 @@ def _rank(rank: int, rendezvous: str) -> list[tuple[int, int]]:
     """Steps with an all-reduce, on which two ranks wait for the one that works twice as long."""
     import torch.distributed as dist
 
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(rendezvous, 3), rank=rank, world_size=3
-    )
+    dist.init_process_group("gloo", store=dist.FileStore(rendezvous, 3), rank=rank, world_size=3)
     clock, reports = ThreadClock(), []
     clock.start()
     for step in range(1, STEPS + 1):
@@ -118,7 +116,9 @@ def test_the_rank_that_works_longer_is_named_and_those_that_wait_for_it_are_not(
 class TestCollectives:
     """What NCCL's flight recorder is read as."""
 
-    def entry(self, number: int, duration: float | None, state: str = "completed") -> dict[str, object]:
+    def entry(
+        self, number: int, duration: float | None, state: str = "completed"
+    ) -> dict[str, object]:
         return {"record_id": number, "duration_ms": duration, "state": state}
 
     def test_only_new_and_completed_ones_count(self) -> None:
