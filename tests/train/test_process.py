@@ -63,7 +63,9 @@ class Worker:
 
 
 @contextmanager
-def started_worker(run: RunDir, resume_steps: tuple[int, ...] = ()) -> Iterator[Worker]:
+def started_worker(
+    run: RunDir, resume_steps: tuple[int, ...] = (), *, preflight: bool = False
+) -> Iterator[Worker]:
     page = Page.create()
     page.write(Word.LEASE_NS, 2**62)
     ours, theirs = socket_pair()
@@ -78,6 +80,7 @@ def started_worker(run: RunDir, resume_steps: tuple[int, ...] = ()) -> Iterator[
         node_rank=0,
         resume_steps=resume_steps,
         stop_timeout_s=20.0,
+        preflight=preflight,
         page_fd=page.fd,
         socket_fd=theirs.fileno(),
     )
@@ -119,12 +122,14 @@ def tags_after(run: RunDir, measured: dict[str, Any]) -> dict[str, str]:
 
 def test_a_worker_trains_to_the_end_and_says_what_it_measured(tmp_path: Path) -> None:
     run = frozen_run(tmp_path, small_spec(5))
-    with started_worker(run) as worker:
-        heard = worker.messages_until("finished")
+    with started_worker(run, preflight=True) as worker:
+        tried, *heard = worker.messages_until("finished")
         code, _ = worker.end()
     assert code == 0
     assert worker.page.read(Word.COMPUTE_STEPS) == 5
     assert worker.page.read(Word.COMPUTE_NS) > 0
+    assert tried["kind"] == "preflight"
+    assert [(check["name"], check["ok"]) for check in tried["checks"]] == [("matmul", True)]
     assert [m["kind"] for m in heard] == [
         "measured",
         "training_started",
