@@ -10,12 +10,12 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
-from _chaos.drive import Drive, Outcome, Stopped, Surroundings, model_words
+from _chaos.drive import Drive, Outcome, Surroundings, model_words
 from _chaos.mlflow import MlflowServer, Proxy
 from _chaos.plan import RunPlan
 from air_hpc.rundir.layout import RunDir, list_runs
@@ -40,7 +40,8 @@ class Options:
 
 
 def execute(plans: Sequence[RunPlan], options: Options) -> list[Outcome]:
-    """Run all plans; the outcomes in their order. KeyboardInterrupt leaves nothing behind."""
+    """Run all plans; the outcomes in their order. An interrupted campaign ends its runs, leaves
+    nothing behind, and has the outcomes up to there."""
     folder = Path(tempfile.mkdtemp(prefix="air_hpc-chaos-", dir="/tmp"))
     folder.chmod(0o755)
     stop, outcomes = threading.Event(), list[Outcome]()
@@ -57,43 +58,41 @@ def execute(plans: Sequence[RunPlan], options: Options) -> list[Outcome]:
             server.wait()
         around = Surroundings(
             cluster, folder, SITE, references, server.port if server else None, options.steps,
-            options.patience_s, stop, _sync,
+            options.patience_s, stop, _sync, _sayer(),
         )  # fmt: skip
-        try:
-            outcomes += _all(plans, around, options.runs_at_once)
-        except BaseException:
-            stop.set()
-            raise
+        outcomes += _all(plans, around, options.runs_at_once)
     return outcomes
 
 
-def _all(plans: Sequence[RunPlan], around: Surroundings, at_once: int) -> list[Outcome]:
+def _sayer() -> Callable[[str], None]:
+    """Says what happens, with the seconds since now."""
     begun = time.monotonic()
 
-    def live(plan: RunPlan) -> Outcome:
+    def say(text: str) -> None:
+        print(f"{time.monotonic() - begun:6.0f} s  {text}", file=sys.stderr, flush=True)
+
+    return say
+
+
+def _all(plans: Sequence[RunPlan], around: Surroundings, at_once: int) -> list[Outcome]:
+    def live(plan: RunPlan) -> Outcome | None:
+        if around.stop.is_set():
+            return None
         outcome = Drive(plan, around).execute()
-        hits = sum(entry.done is not None for entry in outcome.injected)
-        said = "; ".join(outcome.violations)[:300] or "well"
-        print(
-            f"{time.monotonic() - begun:6.0f} s  run {plan.number} ({plan.policy}): {hits} faults, "
-            f"{outcome.wall_s:.0f} s, {said}", file=sys.stderr, flush=True,
-        )  # fmt: skip
+        around.say(
+            f"run {plan.number} ({plan.policy}) ended after {outcome.wall_s:.0f} s: "
+            + ("; ".join(outcome.violations)[:300] or "well")
+        )
         return outcome
 
-    found: dict[int, Outcome] = {}
     with ThreadPoolExecutor(at_once) as pool:
         futures = [pool.submit(live, plan) for plan in plans]
         try:
-            for future in as_completed(futures):
-                with contextlib.suppress(Stopped):
-                    outcome = future.result()
-                    found[outcome.plan.number] = outcome
-        except BaseException:
+            wait(futures)
+        except KeyboardInterrupt:
+            around.say("interrupted: ending what runs")
             around.stop.set()
-            for future in futures:
-                future.cancel()
-            raise
-    return [found[number] for number in sorted(found)]
+    return [outcome for future in futures if (outcome := future.result()) is not None]
 
 
 def _reference(policy: str, steps: int, folder: Path) -> dict[int, float]:

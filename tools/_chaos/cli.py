@@ -76,7 +76,8 @@ def main(arguments: list[str]) -> int:
         return 1
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # Ctrl-C and a plain kill both unwind, so that nothing is left.
-    signal.signal(signal.SIGTERM, lambda *_: _interrupt())
+    for name in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(name, _interrupt)
     begun = time.monotonic()
     try:
         outcomes = execute(
@@ -113,7 +114,10 @@ def main(arguments: list[str]) -> int:
     return 1 if bad else 0
 
 
-def _interrupt() -> None:
+def _interrupt(*_: object) -> None:
+    """Once: the clean end is not to be interrupted."""
+    for name in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(name, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 

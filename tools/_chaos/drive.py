@@ -84,6 +84,7 @@ class Surroundings:
     patience_s: float
     stop: threading.Event
     sync: Callable[[RunDir, Path, Proxy | None], list[str]]
+    say: Callable[[str], None]
 
 
 def model_words(policy: str, steps: int) -> tuple[str, ...]:
@@ -135,7 +136,7 @@ class Drive:
         """Attempts and generations that had started at the last batch."""
 
     def execute(self) -> Outcome:
-        """The whole life of the run; never raises but for an interruption."""
+        """The whole life of the run. What goes wrong is a violation in the outcome."""
         for folder in (self.runs_dir, self.clocks):
             folder.mkdir(parents=True)
         proxy = None if self.around.mlflow_port is None else Proxy(self.around.mlflow_port)
@@ -145,6 +146,8 @@ class Drive:
             self._live(proxy)
         except TooLong as error:
             self.outcome.violations.append(str(error))
+        except Stopped:
+            self.outcome.violations.append("interrupted before its end")
         except AssertionError as error:
             self.outcome.violations.append(f"a command failed: {str(error)[-2000:]}")
         finally:
@@ -227,6 +230,7 @@ class Drive:
             self._pause(fault.delay_s * (0.1 if batch.when is When.SAVING else 1.0))
             entry = Injected(fault, self._try(fault), False, batch.when)
             self.outcome.injected.append(entry)
+            self._say(f"{batch.when}: {entry.done or f'no moment for {fault.kind}'}")
             if entry.done is not None:
                 found.append(entry)
         return found
@@ -281,6 +285,7 @@ class Drive:
             entry.recovered_s = took_s
         if pending:
             pending[-1].lost_steps = lost - self._lost
+            self._say(f"goes on after {took_s:.1f} s, {lost - self._lost} steps lost")
         self._lost = lost
         return not status_of(run).terminal
 
@@ -290,6 +295,9 @@ class Drive:
             if samples := read_spool(path)[0]:
                 return samples[-1].token, len(samples)
         return None
+
+    def _say(self, text: str) -> None:
+        self.around.say(f"run {self.plan.number} ({self.plan.policy}): {text}")
 
     # -- its end -----------------------------------------------------------------------------------
 
