@@ -39,6 +39,7 @@ from air_hpc.agent.node import NodeAgent
 from air_hpc.agent.scheduler import LocalScheduler, Scheduler, SlurmScheduler
 from air_hpc.agent.shipper import Shipper
 from air_hpc.agent.starters import make_starter
+from air_hpc.agent.survivor import end_as_survivor
 from air_hpc.agent.workers import worker_command, worker_environment
 from air_hpc.errors import BadInput
 from air_hpc.plan.frozen import FrozenRun, read_run_yaml
@@ -58,7 +59,8 @@ DISMISSAL_S = 60.0
 for it until `launch.start_timeout_s`."""
 VERDICT_S = 45.0
 """How long a coordinator that fails waits for the scheduler's word, so that it leaves a verdict."""
-PORTS_OFFERED = 2
+PORTS_OFFERED = 6
+"""For the meeting points of as many generations; then they are used again."""
 
 
 def run_agent(arguments: Sequence[str], signals: SignalPipe) -> int:
@@ -202,20 +204,9 @@ class Attempt:
         )
 
     def _requeue_as_survivor(self) -> None:
-        """The first node is gone and cannot carry out an intent: the next one asks for it.
-
-        Only where Slurm still holds the job to be running and nobody has requeued it.
-        """
-        context = self._context
-        if context.scheduler != "slurm" or context.node_index != 1:
-            return
-        if self._frozen.spec.launch.continuation != "requeue":
-            return
-        scheduler = self._scheduler()
-        word = scheduler.word()
-        if word is not None and word.running and word.restarts == context.restart_count:
-            accepted = scheduler.requeue()
-            say(f"the first node is gone; asked for a requeue: {'yes' if accepted else 'refused'}")
+        """The first node is gone and cannot carry out an intent: this one asks for it."""
+        if self._context.scheduler == "slurm":
+            end_as_survivor(self._context, self._run, self._frozen.spec, self._scheduler(), say=say)
 
     # -- the loop ----------------------------------------------------------------------------------
 

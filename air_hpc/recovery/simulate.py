@@ -206,6 +206,15 @@ def best_interval_s(failures_per_s: float, save_s: float, restart_s: float) -> f
     return math.sqrt(save_s**2 + 2 * save_s * left / failures_per_s) - save_s
 
 
+def first_order_ettr(
+    failures_per_s: float, *, interval_s: float, save_s: float, restart_s: float
+) -> float:
+    """The closed form (1 - λ(u0 + Δt/2)) / (1 + w/Δt), at least 0 (arXiv 2410.21680): of first
+    order in λΔt and λ·u0."""
+    lost = failures_per_s * (restart_s + interval_s / 2)
+    return max(0.0, 1 - lost) / (1 + save_s / interval_s)
+
+
 def renewal_ettr(
     failures_per_s: float, *, interval_s: float, save_s: float, restart_s: float
 ) -> float:

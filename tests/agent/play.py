@@ -13,6 +13,7 @@ from air_hpc.agent.coordinator import Coordinator
 from air_hpc.agent.environment import JobContext
 from air_hpc.plan.frozen import read_run_yaml
 from air_hpc.recovery.cause import SlurmWord
+from air_hpc.recovery.restart import RestartPolicy
 from air_hpc.rundir.events import Event, Kind, read_ledger
 from air_hpc.rundir.layout import RunDir
 from air_hpc.rundir.words import FailureClass, Verdict
@@ -20,6 +21,8 @@ from air_hpc.rundir.words import FailureClass, Verdict
 NODES = ("n1", "n2")
 JOB = "12"
 RUNNING = SlurmWord("RUNNING", 0, version=(22, 5))
+TIMES = RestartPolicy(sizes=(2,), start_timeout_s=60, stop_timeout_s=20)
+GATHER_S, KILL_WAIT_S, LEAVE_S = TIMES.gather_s, TIMES.kill_wait_s, TIMES.leave_s
 PREEMPTED = SlurmWord("RUNNING", 0, preempted=True, version=(22, 5))
 
 
@@ -28,6 +31,7 @@ BASE = (
     "launch.nodes=2",
     "launch.devices_per_node=2",
     "launch.start_timeout_s=60",
+    "recovery.restart=requeue",
     "recovery.heartbeat_timeout_s=5",
     "recovery.stop_timeout_s=20",
     "train.steps=10",
@@ -67,6 +71,9 @@ class FakeScheduler:
 
     def requeue(self) -> bool:
         raise AssertionError("the coordinator writes an intent, and asks for nothing itself")
+
+    def cancel(self) -> bool:
+        raise AssertionError("the coordinator cancels nothing")
 
 
 class AnsweredAtOnce:
@@ -128,12 +135,27 @@ class Play:
 
     def beat(self, *nodes: str, **facts: Any) -> None:
         for node in nodes:
-            message = {"type": "heartbeat", "sequence": 1, "done_step": 3, "phases": ["step"]}
+            message = {
+                "type": "heartbeat",
+                "sequence": 1,
+                "token": self.token,
+                "done_step": 3,
+                "phases": ["step"],
+            }
             self.coordinator.on_message(node, {**message, **facts})
 
     def worker(self, kind: str, **facts: Any) -> None:
         message = {"kind": kind, "rank": 0, **facts}
-        self.coordinator.on_message("n1", {"type": "worker", "rank": 0, "message": message})
+        self.tell("n1", "worker", rank=0, message=message)
+
+    @property
+    def token(self) -> str:
+        """The live generation's."""
+        return str(self.coordinator.token)
+
+    def tell(self, node: str, kind: str, **facts: Any) -> None:
+        """What a node says of the live generation."""
+        self.coordinator.on_message(node, {"type": kind, "token": self.token, **facts})
 
     def ended(self, node: str, *ranks: int, **facts: Any) -> None:
         workers = [
@@ -147,7 +169,7 @@ class Play:
             }
             for rank in ranks
         ]
-        self.coordinator.on_message(node, {"type": "ended", "workers": workers})
+        self.tell(node, "ended", workers=workers)
 
     def failed(self, node: str, *ranks: int, failure_class: str = "unknown", **facts: Any) -> None:
         words = {"kind": "error", "type": "Error", "message": "it broke"}
