@@ -133,11 +133,11 @@ class _Generation:
     kill_at: float | None = None
     killed_at: float | None = None
     save_by: float | None = None
+    members: frozenset[str] = field(init=False)
+    """The same nodes, to look one up."""
 
-    @property
-    def members(self) -> frozenset[str]:
-        """The same nodes, to look one up."""
-        return self.stop.members
+    def __post_init__(self) -> None:
+        self.members = self.stop.members
 
 
 class RestartMachine:

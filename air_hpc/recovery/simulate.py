@@ -230,7 +230,7 @@ def renewal_ettr(
 
 @dataclass
 class _Segment:
-    """Training from `began` on, of which `base` was committed before, at `rate` of the full size."""
+    """Training from `began` on, after `base` of committed work, at `rate` of the full size."""
 
     began: float
     base: float
@@ -458,10 +458,13 @@ class _Simulation:
             return
         if not failed and self._segment is not None:
             self._leave(keep=True)
+        now = self._now
         for node in self._living():
-            if token != self._token:
-                return  # the next generation runs: this end was reported before
-            self._do(machine.ended(node, self._now, failed=failed, all_ended=True))
+            actions = machine.ended(node, now, failed=failed, all_ended=True)
+            if actions:  # looked at here: this line runs for every node of every generation
+                self._do(actions)
+            if machine.phase is not Phase.RUNNING or machine.generation != token[1]:
+                return  # this was the last end that was awaited
 
     def _report_begun(self) -> None:
         """Flags are set in no time; a broken generation's workers stand in a collective, and all
