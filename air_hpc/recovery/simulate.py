@@ -184,7 +184,7 @@ def simulate(
 ) -> Outcome:
     """Run a scenario for `duration_s` of its own time; `trace` is told each of the machine's
     actions with its time. The run never finishes by itself, but a spent budget stops it."""
-    return _Simulation(scenario, duration_s, random.Random(seed), trace).run()
+    return _Simulation(scenario, duration_s, seed, trace).run()
 
 
 def best_interval_s(failures_per_s: float, save_s: float, restart_s: float) -> float:
@@ -258,10 +258,13 @@ class _Simulation:
         self,
         scenario: Scenario,
         duration_s: float,
-        rng: random.Random,
+        seed: int,
         trace: Callable[[float, Action], None] | None,
     ) -> None:
-        self._scenario, self._end, self._rng, self._trace = scenario, duration_s, rng, trace
+        self._scenario, self._end, self._trace = scenario, duration_s, trace
+        # Apart, so that policies that wait differently meet failures that are alike.
+        self._failing = random.Random(f"{seed} failures")
+        self._waiting = random.Random(f"{seed} waits")
         self._now = 0.0
         self._heap: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
         self._order = count()
@@ -318,8 +321,8 @@ class _Simulation:
     def _at(self, when: float, event: Callable[..., None], *args: object) -> None:
         heapq.heappush(self._heap, (when, next(self._order), event, args))
 
-    def _draw(self, mean_s: float) -> float:
-        return self._rng.expovariate(1 / mean_s) if mean_s else 0.0
+    def _wait(self, mean_s: float) -> float:
+        return self._waiting.expovariate(1 / mean_s) if mean_s else 0.0
 
     @property
     def _token(self) -> tuple[int, int]:
@@ -380,18 +383,18 @@ class _Simulation:
         nodes = len(self._allocation) if up is None else up
         rate = nodes * self._scenario.failures_per_node_day / DAY_S
         if rate:
-            self._at(self._now + self._draw(1 / rate), self._on_failure, self._attempts)
+            self._at(self._now + self._failing.expovariate(rate), self._on_failure, self._attempts)
 
     def _on_failure(self, attempt: int) -> None:
         machine = self._machine
         if machine is None or attempt != self._attempts:
             return
         self._failures += 1
-        node = self._rng.choice([n for n in self._allocation if n not in self._down])
-        takes_node = self._rng.random() < self._scenario.node_loss_share
+        node = self._failing.choice([n for n in self._allocation if n not in self._down])
+        takes_node = self._failing.random() < self._scenario.node_loss_share
         heard = self._now + self._scenario.detection_s
         if takes_node:
-            self._down[node] = self._now + self._draw(self._scenario.repair_s)
+            self._down[node] = self._now + self._wait(self._scenario.repair_s)
             self._at(heard, self._on_lost, attempt, node)
         if machine.phase is Phase.RUNNING and not machine.killed and node in machine.active:
             if not takes_node:
@@ -515,5 +518,5 @@ class _Simulation:
         if decision.verdict is Verdict.STOP:
             self._stopped = decision.reason
             return
-        wait_s = self._scenario.requeue_floor_s + self._draw(self._scenario.queue_wait_s)
+        wait_s = self._scenario.requeue_floor_s + self._wait(self._scenario.queue_wait_s)
         self._at(self._now + decision.delay_s + wait_s, self._on_attempt)
