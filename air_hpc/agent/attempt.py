@@ -34,6 +34,7 @@ from air_hpc.agent.environment import (
     own_address,
     read_job_context,
 )
+from air_hpc.agent.liveness import Listener
 from air_hpc.agent.main import SignalPipe, say
 from air_hpc.agent.node import NodeAgent
 from air_hpc.agent.scheduler import LocalScheduler, Scheduler, SlurmScheduler
@@ -101,6 +102,7 @@ class Attempt:
         self._hub: CoordinatorSocket | None = None
         self._coordinator: Coordinator | None = None
         self._shipper: Shipper | None = None
+        self._listener = Listener(f"{run.run_id}/{context.start_id}/{context.node}")
         self._environ = worker_environment(os.environ, run, frozen.spec.cluster.node_local_dir)
 
     @property
@@ -138,6 +140,7 @@ class Attempt:
                 self._coordinator.close()
             if self._hub is not None:
                 self._hub.close()
+            self._listener.close()
             self._zmq.term()
 
     # -- the parts ---------------------------------------------------------------------------------
@@ -183,7 +186,7 @@ class Attempt:
             "address": own_address(towards, spec.cluster.network_interface),
             "ports": free_ports(PORTS_OFFERED, seed),
             "devices": [device.to_json() for device in devices],
-            "facts": {"pid": os.getpid()},
+            "facts": {"pid": os.getpid(), "liveness_port": self._listener.port},
         }
 
     def _node_agent(self, link: AgentSocket, towards: str) -> NodeAgent:
@@ -218,6 +221,7 @@ class Attempt:
                 self._signalled = True
                 node.on_signal(name)
             node.pump()
+            self._listener.drain()
             self._exchange(link, node)
             node.tick()
             if self._coordinator is not None:
@@ -235,6 +239,8 @@ class Attempt:
             poller.register(socket, zmq.POLLIN)
         if self._hub is not None:
             poller.register(self._hub.socket, zmq.POLLIN)
+        if self._coordinator is not None:
+            poller.register(self._coordinator.fileno(), zmq.POLLIN)
         for fd in node.fds():
             poller.register(fd, zmq.POLLIN)
         poller.poll(TICK_MS)

@@ -16,15 +16,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from air_hpc.agent import generation as generations
+from air_hpc.agent.avoiding import Avoiding
 from air_hpc.agent.channel import CoordinatorSocket, Message
 from air_hpc.agent.ending import Ask, Ending, Outcome, ThreadQuestion
 from air_hpc.agent.environment import JobContext
 from air_hpc.agent.generation import CannotStart, Generation
+from air_hpc.agent.liveness import Prober
 from air_hpc.agent.members import Member
 from air_hpc.agent.scheduler import Scheduler
+from air_hpc.agent.watching import NodeWatch
 from air_hpc.errors import EXIT_DO_NOT_RESTART, EXIT_ENVIRONMENT, EXIT_OK, EnvironmentFailure
 from air_hpc.plan.frozen import FrozenRun
-from air_hpc.plan.types import Plan
+from air_hpc.plan.resize import plan_for, sizes
 from air_hpc.recovery import restart
 from air_hpc.recovery.decide import Decision, decide
 from air_hpc.recovery.evidence import Failure, GenerationEnd, WorkerEnd, first_failure
@@ -58,6 +61,7 @@ class Coordinator:
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
         ask: Ask = ThreadQuestion,
+        prober: Prober | None = None,
     ) -> None:
         self._context = context
         self._run = run
@@ -72,6 +76,7 @@ class Coordinator:
         self._members: dict[str, Member] = {}
         self._left: set[str] = set()
         self._why_lost: dict[str, str] = {}
+        self._nodes = NodeWatch(self._spec.recovery, clock=clock, prober=prober)
         self._live: Generation | None = None
         self._signal: str | None = None
         self._limit_at: float | None = None
@@ -88,7 +93,7 @@ class Coordinator:
     def _policy(self) -> RestartPolicy:
         recovery = self._spec.recovery
         return RestartPolicy(
-            sizes=(self._plan.nodes,),
+            sizes=sizes(self._spec, self._plan) or (self._plan.nodes,),
             restarts_inside=recovery.restart != "requeue",
             start_timeout_s=self._spec.launch.start_timeout_s,
             stop_timeout_s=recovery.stop_timeout_s,
@@ -117,6 +122,9 @@ class Coordinator:
             pid_start=start_time(os.getpid()),
             boot_id=boot_id(),
         )
+        self._avoiding = Avoiding(
+            self._run, self._frozen, record=self._record, say=self._say, wall_clock=self._wall_clock
+        )
         # Read again: an attempt before may have ended without a word, and counts all the same.
         history = fold(read_ledger(self._run).events).ends
         self._ending = Ending(
@@ -126,6 +134,7 @@ class Coordinator:
             self._scheduler,
             self.token,
             history,
+            self._avoiding,
             record=self._record,
             say=self._say,
             ask=ask,
@@ -206,7 +215,8 @@ class Coordinator:
     def _start_generation(self, number: int, nodes: Sequence[str]) -> None:
         assert self.token is not None
         members = [self._members[node] for node in nodes]
-        plan = self._plan_for(len(nodes))
+        plan = plan_for(self._spec, self._plan, len(nodes))
+        assert plan is not None, "the machine knows no other sizes"
         found: CannotStart | tuple[int, ...] | None
         try:
             if number > 1:
@@ -251,9 +261,6 @@ class Coordinator:
         for node, message in live.starts.items():
             self._socket.send(node, message)
 
-    def _plan_for(self, nodes: int) -> Plan:
-        return self._plan
-
     def _end_generation(self) -> None:
         """All its workers have ended, or their nodes were given up: class and verdict."""
         live = self._live
@@ -267,8 +274,12 @@ class Coordinator:
             committed=self._committed,
         )
         failure = first_failure(end.workers)
+        if failure is not None and self._signal is None:
+            self._hold_against_node(failure, live)
 
         def blame(failure_class: FailureClass, evidence: str) -> tuple[FailureClass, str]:
+            if live.hung is not None and self._signal is None:
+                return FailureClass.HANG, live.hung.evidence
             if failure is None or failure_class is not failure.failure_class:
                 return failure_class, evidence
             return self._blame_checkpoint(live, failure)
@@ -277,6 +288,17 @@ class Coordinator:
             end, self._committed, blame, can_continue=lambda: self._machine.can_continue
         )
         self._poll_ending()
+
+    def _hold_against_node(self, failure: Failure, live: Generation) -> None:
+        """A device that failed keeps its node out of what starts next."""
+        if failure.failure_class is FailureClass.DEVICE:
+            node = live.ends[failure.rank].node
+            self._exclude(node, failure.failure_class, failure.evidence)
+
+    def _exclude(self, node: str, failure_class: FailureClass, reason: str) -> None:
+        if self._avoiding.exclude(node, failure_class, reason):
+            self._ending.avoids_nodes = True
+            self._do(self._machine.reject(node, self._clock()))
 
     def _blame_checkpoint(self, live: Generation, failure: Failure) -> tuple[FailureClass, str]:
         """A crash while loading makes the checkpoint suspect: the next start takes an older one."""
@@ -307,6 +329,7 @@ class Coordinator:
         member = self._members.get(node)
         if member is not None:
             member.heard = now
+            self._nodes.heard(node, now)
         if kind == "hello":
             self._register(node, message, now)
         elif kind == "signal":
@@ -315,6 +338,7 @@ class Coordinator:
             self._lose(node, f"its agent failed: {message['reason']}")
         elif kind == "bye":
             self._left.add(node)
+            self._nodes.forget(node)
         elif member is None:
             return
         elif kind == "heartbeat":
@@ -327,13 +351,17 @@ class Coordinator:
             self._do(self._machine.begun(node, message["step"], now))
         elif kind == "ended":
             self._on_ended(node, message["workers"], now)
+        elif kind == "inspected":
+            self._live.hang.inspected(node, message["reports"])
         elif kind == "none_here":
             self._do(self._machine.ended(node, now, failed=True, all_ended=True))
         elif kind == "start_failed":
             self._machine.condemn("workers could not be started", now)
             self._tell("kill")
+            transient = message.get("transient", False)
             self._end_attempt(
-                FailureClass.ENVIRONMENT, f"{node} could not start workers: {message['reason']}"
+                FailureClass.HOST_MEMORY if transient else FailureClass.ENVIRONMENT,
+                f"{node} could not start workers: {message['reason']}",
             )
 
     def _on_late(self, node: str, message: Message) -> None:
@@ -358,6 +386,7 @@ class Coordinator:
             return
         if node not in self._members:
             self._members[node] = Member.from_hello(node, message, now)
+            self._nodes.watch(self._members[node], now)
         self._socket.send(node, {"type": "welcome"})
         self._do(self._machine.arrive(node, now))
 
@@ -375,6 +404,12 @@ class Coordinator:
             return
         member.done_step = message.get("done_step", member.done_step)
         member.phases = tuple(message.get("phases", ()))
+        for rank, (compute_ns, steps) in message.get("compute", {}).items():
+            live.stragglers.sample(int(rank), compute_ns, steps, now)
+        asks = not self._machine.killed and live.hang.late(message.get("overdue", ()), now)
+        if asks:
+            self._say(f"overdue: {live.hang.overdue}; asking all nodes what their workers do")
+            self._tell("inspect")
         self._on_ended(member.node, message.get("ended", []), now)
         if self.outcome is not None:
             self._send_leave(member.node)
@@ -435,6 +470,8 @@ class Coordinator:
         ]
         live.ends.update((end.rank, end) for end in ends)
         failed = any(end.failed for end in ends)
+        if failed:
+            self._nodes.suspect_all(now)
         all_ended = live.node_ended(node)
         self._do(self._machine.ended(node, now, failed=failed, all_ended=all_ended))
 
@@ -453,14 +490,45 @@ class Coordinator:
         member = self._members.get(node)
         silent_s = None if member is None else round(self._clock() - member.heard, 1)
         self._why_lost[node] = why
+        self._nodes.forget(node)
         self._record(Kind.NODE_LOST, node=node, why=why, silent_s=silent_s)
         self._say(f"node {node} is lost: {why}")
 
-    def _find_lost(self, now: float) -> None:
-        timeout_s = self._spec.recovery.heartbeat_timeout_s
-        for member in self._members.values():
-            if member.node not in self._machine.lost and now - member.heard > timeout_s:
-                self._lose(member.node, f"not heard for {now - member.heard:.1f} s")
+    def _look_at_nodes(self, now: float) -> None:
+        for lost in self._nodes.tick(now):
+            self._lose(lost.node, f"silent for {lost.silent_s:.1f} s: {lost.why}")
+
+    def _look_at_workers(self, live: Generation, now: float) -> None:
+        """Hangs and stragglers of the live generation."""
+        for slow in live.stragglers.tick(now):
+            devices = self._members[slow.node].devices
+            self._record(
+                Kind.STRAGGLER,
+                rank=slow.rank,
+                node=slow.node,
+                device=live.device_of(slow.rank, devices),
+                ratio=round(slow.ratio, 4),
+                window_s=round(slow.window_s, 1),
+                change=slow.change,
+            )
+            self._say(f"rank {slow.rank} on {slow.node}: {slow.ratio:.2f} of the median compute")
+        found = live.hang.tick(now)
+        if found is None or self._machine.killed:
+            return
+        live.hung = found
+        late = live.hang.overdue or {}
+        folder = self._run.generation_dir(live.token.attempt, live.token.generation)
+        self._record(
+            Kind.HANG_FOUND,
+            rank=found.rank,
+            node=found.node,
+            phase=late.get("phase"),
+            for_s=late.get("for_s"),
+            limit_s=late.get("limit_s"),
+            evidence=found.evidence,
+            stacks=str(folder.relative_to(self._run.path) / "stacks-*.txt"),
+        )
+        self._do(self._machine.condemn(f"hang: {found.evidence}", now))
 
     # -- stops and time ----------------------------------------------------------------------------
 
@@ -480,15 +548,16 @@ class Coordinator:
         if self.outcome is not None:
             return
         if stalled:
-            for member in self._members.values():
-                member.heard += stalled
+            self._nodes.forgive(stalled, now)
         self._poll_ending()
         if self.outcome is not None:
             return
         if self._limit_at is not None and now >= self._limit_at:
             self._limit_at = None
             self.on_signal("timer", self._context.node)
-        self._find_lost(now)
+        self._look_at_nodes(now)
+        if self._live is not None and self._machine.phase is Phase.RUNNING:
+            self._look_at_workers(self._live, now)
         self._do(self._machine.tick(now))
 
     # -- the end -----------------------------------------------------------------------------------
@@ -572,7 +641,12 @@ class Coordinator:
         """Whether every node that is not lost has said that it leaves."""
         return self._left | self._machine.lost >= set(self._context.nodes)
 
+    def fileno(self) -> int:
+        """Ready when a probe of a node has ended."""
+        return self._nodes.fileno()
+
     def close(self) -> None:
-        """Close the ledger."""
+        """Close the ledger and the probes."""
+        self._nodes.close()
         if self._ledger is not None:
             self._ledger.close()

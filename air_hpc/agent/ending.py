@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from air_hpc.agent.avoiding import Avoiding
 from air_hpc.agent.environment import JobContext
 from air_hpc.agent.scheduler import Scheduler
 from air_hpc.errors import EXIT_DO_NOT_RESTART, EXIT_OK
@@ -88,6 +89,7 @@ class Ending:
         scheduler: Scheduler,
         token: Token,
         history: tuple[End, ...],
+        avoiding: Avoiding,
         *,
         record: Callable[..., None],
         say: Callable[[str], None],
@@ -99,6 +101,11 @@ class Ending:
         self._scheduler = scheduler
         self.token = token
         self._history = history
+        self._avoiding = avoiding
+        self._avoid: str | None = None
+        """What the next start is to avoid, as a line of the intent."""
+        self.avoids_nodes = False
+        """Whether nodes are newly held to be at fault: the verdict says so."""
         self._record = record
         self._say = say
         self._ask = ask
@@ -210,7 +217,13 @@ class Ending:
             return
         self._conclude = conclude
         if asks and self._context.scheduler == "slurm":
-            self._question = self._ask(self._scheduler.word)
+            self._question = self._ask(self._inquire)
+
+    def _inquire(self) -> SlurmWord | None:
+        """All that has to be asked of Slurm at an end; runs in the question's thread."""
+        word = self._scheduler.word()
+        self._avoid = self._avoiding.line()
+        return word
 
     def _cause(self, signal_name: str, word: SlurmWord | None) -> Cause:
         """Who is behind the signal. A local run is stopped by its owner or its own timer."""
@@ -258,6 +271,7 @@ class Ending:
             can_continue=can_continue,
             can_restart=self._spec.launch.continuation != "none",
             unrecoverable=unrecoverable,
+            avoids_nodes=self.avoids_nodes,
         )
 
     def _finish(
@@ -325,6 +339,7 @@ class Ending:
         self._record(Kind.REQUEUE_INTENDED, intent=intent)
         path = self._run.intent_file(context.job_id, context.restart_count)
         try:
-            write_atomic(path, intent.encode() + b"\n")
+            lines = [intent] if self._avoid is None else [intent, self._avoid]
+            write_atomic(path, "".join(f"{line}\n" for line in lines).encode())
         except OSError as error:
             self._say(f"the intent {intent} could not be written: {error}")

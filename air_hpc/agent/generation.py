@@ -13,11 +13,14 @@ from typing import Any
 
 from air_hpc.agent.channel import Message
 from air_hpc.agent.members import Member, problems_of
+from air_hpc.agent.watching import HangWatch
 from air_hpc.agent.workers import GenerationStart
 from air_hpc.config.spec import RunSpec
 from air_hpc.placement.ranks import RankPlace, assign_ranks
 from air_hpc.plan.types import Plan
 from air_hpc.recovery.evidence import WorkerEnd
+from air_hpc.recovery.hang import Blame
+from air_hpc.recovery.stragglers import Stragglers
 from air_hpc.rundir.commit import find_candidates, inheritable
 from air_hpc.rundir.fence import Token, record_inherited, require_newest
 from air_hpc.rundir.layout import RunDir
@@ -45,6 +48,10 @@ class Generation:
     places: tuple[RankPlace, ...]
     resume_steps: tuple[int, ...]
     starts: Mapping[str, Message]
+    hang: HangWatch
+    stragglers: Stragglers
+    hung: Blame | None = None
+    """Who hung, once that is known."""
     ends: dict[int, WorkerEnd] = field(default_factory=dict)
     bad_steps: set[int] = field(default_factory=set)
     """Checkpoints that its workers found bad."""
@@ -54,6 +61,11 @@ class Generation:
         """Where rank 0 is met."""
         start = self.starts[self.members[0].node]["start"]
         return f"{start['master_address']}:{start['master_port']}"
+
+    def device_of(self, rank: int, devices: Sequence[Mapping[str, Any]]) -> str | None:
+        """What drives a rank, of its node's `devices`."""
+        local_rank = rank % self.plan.devices_per_node
+        return str(devices[local_rank]["model"]) if local_rank < len(devices) else None
 
     def node_ended(self, node: str) -> bool:
         """Whether every worker of a node has ended."""
@@ -133,4 +145,14 @@ def lay_out(
             preflight=preflight,
         )
         starts[member.node] = {"type": "start", "start": start.to_json()}
-    return Generation(token, plan, tuple(members), tuple(places), resume_steps, starts)
+    nodes = {place.rank: place.node for place in places}
+    return Generation(
+        token=token,
+        plan=plan,
+        members=tuple(members),
+        places=tuple(places),
+        resume_steps=resume_steps,
+        starts=starts,
+        hang=HangWatch(nodes),
+        stragglers=Stragglers(spec.recovery.straggler, nodes),
+    )

@@ -7,6 +7,7 @@ cut off: the workers are killed and the agent leaves.
 
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -17,6 +18,7 @@ from air_hpc.agent.starters import Starter
 from air_hpc.agent.workers import GenerationStart, WorkerGroup
 from air_hpc.config.spec import RecoverySpec
 from air_hpc.errors import EXIT_ENVIRONMENT
+from air_hpc.recovery.hang import PhaseDurations
 from air_hpc.rundir.layout import RunDir
 from air_hpc.session.messages import RECORDED
 
@@ -77,8 +79,10 @@ class NodeAgent:
         self._sent: dict[int, float] = {}
         self._sequence = 0
         self._welcomed = False
+        self._durations = PhaseDurations()
         self._void: set[str] = set()
         """Tokens of generations that were killed before they were started here."""
+        self._pending: GenerationStart | None = None
         self._orphaned: float | None = None
         self.group: WorkerGroup | None = None
         self.exit_code: int | None = None
@@ -112,11 +116,23 @@ class NodeAgent:
         start = GenerationStart.from_json(message["start"])
         if str(start.token) in self._void:
             return
+        if self._pending is not None and self._pending.token >= start.token:
+            return
         if self.group is not None:
             if self.group.token >= start.token:
                 return  # said again to a heartbeat that was on its way
             self.group.close()
             self.group = None
+        self._starter.renew()
+        self._pending = start
+        self._start_pending()
+
+    def _start_pending(self) -> None:
+        """Start what was asked for, once it needs no waiting: a template may have to import."""
+        start = self._pending
+        if start is None or not self._starter.ready:
+            return
+        self._pending = None
         try:
             self.group = WorkerGroup(
                 self._run,
@@ -126,10 +142,17 @@ class NodeAgent:
                 self._argv,
                 self._environ,
                 self._lease_until_ns(),
+                hang=self._recovery.hang,
+                durations=self._durations,
             )
         except OSError as error:
             self._uplink.send(
-                {"type": "start_failed", "token": str(start.token), "reason": f"{error}"}
+                {
+                    "type": "start_failed",
+                    "token": str(start.token),
+                    "reason": f"{error}",
+                    "transient": error.errno in (errno.EAGAIN, errno.ENOMEM),
+                }
             )
 
     def _on_stop(self, message: Message) -> None:
@@ -149,6 +172,8 @@ class NodeAgent:
             group.kill()
         else:
             self._void.add(message["token"])
+            if self._pending is not None and str(self._pending.token) == message["token"]:
+                self._pending = None
             self._say_of(message, "none_here")
 
     def _group_of(self, message: Message) -> WorkerGroup | None:
@@ -158,6 +183,14 @@ class NodeAgent:
 
     def _say_of(self, message: Message, kind: str, **facts: Any) -> None:
         self._uplink.send({"type": kind, "token": message["token"], **facts})
+
+    def _on_inspect(self, message: Message) -> None:
+        """Find out what the workers of a generation are doing; `_watch` sends what came of it."""
+        group = self._group_of(message)
+        if group is not None:
+            group.inspect(self._clock())
+        else:
+            self._say_of(message, "inspected", reports=[])
 
     def _on_leave(self, message: Message) -> None:
         self._uplink.send({"type": "bye"})
@@ -220,7 +253,8 @@ class NodeAgent:
         held against the coordinator: it has not been asked meanwhile.
         """
         now = self._clock()
-        self._stalled_s += max(0.0, now - self._last_tick - STALL_S)
+        stalled_s = max(0.0, now - self._last_tick - STALL_S)
+        self._stalled_s += stalled_s
         self._last_tick = now
         if self.exit_code is not None:
             return
@@ -230,6 +264,8 @@ class NodeAgent:
         if self._orphaned is not None:
             self._tick_orphaned(now, self._orphaned)
             return
+        self._start_pending()
+        self._watch(now, stalled_s)
         if now >= self._next_heartbeat:
             self._beat(now)
         silent_s = now - self._heard - self._stalled_s
@@ -252,6 +288,15 @@ class NodeAgent:
             self._on_coordinator_lost()
             self._leave(EXIT_ENVIRONMENT, "")
 
+    def _watch(self, now: float, stalled_s: float) -> None:
+        """Look at the workers' progress; report an inspection that is over."""
+        if self.group is None:
+            return
+        self.group.watch(now, stalled_s)
+        reports = self.group.inspected()
+        if reports is not None:
+            self._send_of_group("inspected", reports=[report.to_json() for report in reports])
+
     def _tick_hello(self, now: float) -> None:
         if now >= self._next_hello and self._starter.ready:
             self._uplink.send(self._hello)
@@ -269,7 +314,9 @@ class NodeAgent:
         if len(self._sent) > 1000:
             self._sent.pop(next(iter(self._sent)))
         progress = {} if self.group is None else self.group.progress()
-        token = None if self.group is None else str(self.group.token)
+        # What is about to be started needs no telling again.
+        holds = self._pending or self.group
+        token = None if holds is None else str(holds.token)
         self._uplink.send(
             {"type": "heartbeat", "sequence": self._sequence, "token": token, **progress}
         )

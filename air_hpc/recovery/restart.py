@@ -281,7 +281,7 @@ class RestartMachine:
     @property
     def _hopeful(self) -> bool:
         """Whether a node may still arrive, and waiting for it may still help."""
-        least = min(self.policy.sizes, default=0)
+        least = self.policy.sizes[-1] if self.policy.sizes else 0
         return bool(self._coming) and self._fit_count + len(self._coming) >= least
 
     def _start_or_give_up(self, now: float) -> list[Action]:

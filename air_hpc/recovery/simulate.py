@@ -82,6 +82,9 @@ class Scenario:
     """From the kill to the workers' ends."""
     recovery: RecoverySpec = field(default_factory=endless)
     """The policy (`restart`, `spare_nodes`, `min_nodes`) and the budgets."""
+    sizes: tuple[int, ...] | None = None
+    """What an elastic run may shrink to, largest first (`plan.resize.sizes`); None: any number
+    from `nodes` to `min_nodes`."""
     node_loss_share: float = 0.0
     """The share of failures that take the node away; the others end a worker on it."""
     repair_s: float = DAY_S
@@ -116,6 +119,10 @@ class Scenario:
             )
         if (self.recovery.min_nodes or 1) > self.nodes:
             problems.append(f"min_nodes={self.recovery.min_nodes} is above nodes={self.nodes}")
+        if self.sizes and (
+            self.sizes[0] != self.nodes or list(self.sizes) != sorted(set(self.sizes), reverse=True)
+        ):
+            problems.append(f"sizes fall from nodes={self.nodes}, not {self.sizes}")
         if problems:
             raise ValueError("; ".join(problems))
 
@@ -127,10 +134,12 @@ class Scenario:
     @property
     def policy(self) -> RestartPolicy:
         """What the machine goes by."""
-        least = self.recovery.min_nodes or 1
-        elastic = self.recovery.restart == "elastic"
+        sizes: tuple[int, ...] = (self.nodes,)
+        if self.recovery.restart == "elastic":
+            least = self.recovery.min_nodes or 1
+            sizes = self.sizes or tuple(range(self.nodes, least - 1, -1))
         return RestartPolicy(
-            sizes=tuple(range(self.nodes, least - 1, -1)) if elastic else (self.nodes,),
+            sizes=sizes,
             start_timeout_s=300.0,
             stop_timeout_s=self.recovery.stop_timeout_s,
             restarts_inside=self.recovery.restart != "requeue",

@@ -13,6 +13,7 @@ from air_hpc.agent.coordinator import Coordinator
 from air_hpc.agent.environment import JobContext
 from air_hpc.plan.frozen import read_run_yaml
 from air_hpc.recovery.cause import SlurmWord
+from air_hpc.recovery.detector import Answer
 from air_hpc.recovery.restart import RestartPolicy
 from air_hpc.rundir.events import Event, Kind, read_ledger
 from air_hpc.rundir.layout import RunDir
@@ -52,6 +53,33 @@ class FakeSocket:
 
     def to(self, kind: str) -> list[str]:
         return [node for node, _ in self.of(kind)]
+
+
+class FakeProber:
+    """Machines that answer, but for those in `gone`, which refuse, and those in `off`."""
+
+    def __init__(self) -> None:
+        self.gone: set[str] = set()
+        self.off: set[str] = set()
+        self._begun: list[str] = []
+
+    def begin(self, node: str, address: str, port: int) -> None:
+        self._begun.append(node)
+
+    def poll(self) -> list[tuple[str, Answer]]:
+        begun, self._begun = self._begun, []
+        return [(node, self._answer(node)) for node in begun]
+
+    def _answer(self, node: str) -> Answer:
+        if node in self.gone:
+            return Answer.REFUSED
+        return Answer.SILENT if node in self.off else Answer.CONNECTED
+
+    def fileno(self) -> int:
+        return -1
+
+    def close(self) -> None:
+        pass
 
 
 class FakeScheduler:
@@ -99,9 +127,11 @@ class Play:
         local: bool = False,
     ) -> None:
         self.run = run
+        self.nodes = nodes
         self.now = 1000.0
         self.said: list[str] = []
         self.socket = FakeSocket()
+        self.prober = FakeProber()
         self.scheduler = scheduler or FakeScheduler()
         kind: Any = "local" if local else "slurm"
         job = None if local else JOB
@@ -116,6 +146,7 @@ class Play:
             clock=lambda: self.now,
             wall_clock=lambda: self.now + 1e9,
             ask=AnsweredAtOnce,
+            prober=self.prober,  # type: ignore[arg-type]
         )
 
     # -- what nodes say --
@@ -129,6 +160,7 @@ class Play:
                 "address": "127.0.0.1",
                 "ports": [20001, 20002],
                 "devices": [{"model": "cpu", "memory_bytes": None}] * 2,
+                "facts": {"liveness_port": 9},
                 **facts,
             }
             self.coordinator.on_message(node, message)
@@ -193,8 +225,10 @@ class Play:
         self.coordinator.on_message(node, {"type": "signal", "name": name})
 
     def wait(self, seconds: float, beating: tuple[str, ...] = NODES) -> None:
-        """Time passes in ticks of half a second; `beating` nodes send heartbeats."""
+        """Time passes in ticks of half a second; `beating` nodes send heartbeats, and the machines
+        of the others answer nothing."""
         until = self.now + seconds
+        self.prober.off = set(self.nodes) - set(beating)
         while self.now < until:
             self.now = min(until, self.now + 0.5)
             self.beat(*beating)

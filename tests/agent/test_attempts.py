@@ -123,6 +123,24 @@ def test_a_killed_worker_is_replaced_within_the_allocation(
     assert len(one.of(Kind.ATTEMPT_STARTED)) == 1
 
 
+def test_a_stopped_worker_is_named_and_replaced_within_the_allocation(
+    run_with: Callable[..., RunDir], allocate: Callable[..., Allocation]
+) -> None:
+    run = run_with(WITHOUT_END, "checkpoint.interval_steps=5", "recovery.hang.step_s=10")
+    one = allocate(run)
+    one.wait_for(Kind.CHECKPOINT_COMMITTED)
+    _, worker = one.workers_of("n2")
+    os.kill(worker, signal.SIGSTOP)
+    wait_until(lambda: len(one.of(Kind.TRAINING_STARTED)) == 2)
+    (found,) = one.of(Kind.HANG_FOUND)
+    assert (found.facts["rank"], found.facts["node"]) == (1, "n2"), one.logs()
+    assert "its process is stopped" in found.facts["evidence"]
+    assert one.of(Kind.GENERATION_ENDED)[0].facts["failure_class"] == FailureClass.HANG
+    stacks = sorted(run.generation_dir(1, 1).glob("stacks-*.txt"))
+    assert [path.name for path in stacks] == ["stacks-n1.txt", "stacks-n2.txt"]
+    assert "rank 0" in stacks[0].read_text()
+
+
 def test_a_killed_node_is_lost_and_the_job_requeued(
     run_with: Callable[..., RunDir], allocate: Callable[..., Allocation]
 ) -> None:

@@ -335,6 +335,7 @@ class TestStops:
     ) -> None:
         one = play(scheduler=FakeScheduler(PREEMPTED))
         one.hello(*NODES)
+        one.wait(2)
         one.signal("SIGTERM")
         one.wait(6, beating=("n1",))
         one.ended("n1", 0, 1, exit_status=-9, last_words=None)

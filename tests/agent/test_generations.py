@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 
+from air_hpc.recovery.exclusions import active
+from air_hpc.recovery.hang import RankReport
 from air_hpc.rundir.events import Kind
+from air_hpc.rundir.exclusions import read_exclusions
 from air_hpc.rundir.fence import Token, newest_token
 from air_hpc.rundir.layout import RunDir
 from air_hpc.rundir.state import fold
@@ -74,6 +77,7 @@ def test_what_an_older_generation_still_says_is_not_the_present_ones(one: Play) 
 
 
 def test_a_lost_node_leaves_too_few_and_the_job_is_requeued(one: Play) -> None:
+    one.wait(2)
     one.wait(6, beating=("n1",))
     one.failed("n1", 0, 1, failure_class="network")
     assert one.end[:2] == (FailureClass.NODE_LOST, Verdict.REQUEUE)
@@ -81,6 +85,7 @@ def test_a_lost_node_leaves_too_few_and_the_job_is_requeued(one: Play) -> None:
 
 
 def test_a_lost_node_that_is_heard_again_is_told_to_leave(one: Play) -> None:
+    one.wait(2)
     one.wait(6, beating=("n1",))
     one.beat("n2")
     assert "n2" in one.socket.to("leave")
@@ -137,3 +142,149 @@ def test_a_start_after_ends_that_nobody_judged_asks_the_budget_first(
         before.failed_all("network")  # and then its coordinator is killed
     last = play(restart_count=2, scheduler=FakeScheduler())
     assert last.end[1] is Verdict.STOP
+
+
+def overdue(rank: int = 2) -> dict[str, Any]:
+    return {"rank": rank, "phase": "step", "step": 4, "for_s": 301.0, "limit_s": 300.0}
+
+
+def report(rank: int, node: str, **facts: Any) -> dict[str, Any]:
+    known = {"state": "S", "answered": True, "phase": "step", "begun": 4, "done": 3}
+    return RankReport(**{"rank": rank, "node": node, **known, **facts}).to_json()
+
+
+def test_a_hang_is_looked_into_on_all_nodes_named_and_restarted(one: Play) -> None:
+    one.beat("n2", overdue=[overdue()])
+    assert one.socket.to("inspect") == ["n1", "n2"]
+    one.beat("n1", overdue=[overdue(0)])
+    assert len(one.socket.to("inspect")) == 2, "once"
+    one.tell("n1", "inspected", reports=[report(0, "n1"), report(1, "n1")])
+    one.wait(1)
+    assert one.socket.of("kill") == []
+    stopped = report(3, "n2", state="T", answered=False)
+    one.tell("n2", "inspected", reports=[report(2, "n2"), stopped])
+    one.wait(0.5)
+    found = one.event(Kind.HANG_FOUND).facts
+    assert (found["rank"], found["node"], found["phase"]) == (3, "n2", "step")
+    one.failed_all("unknown")
+    ended = one.event(Kind.GENERATION_ENDED).facts
+    assert (ended["failure_class"], ended["verdict"]) == ("hang", "continue")
+    assert "rank 3 on n2" in ended["evidence"]
+    assert len(starts(one)) == 2
+
+
+def test_a_node_that_does_not_answer_the_question_is_blamed(one: Play) -> None:
+    one.beat("n2", overdue=[overdue()])
+    one.tell("n1", "inspected", reports=[report(0, "n1"), report(1, "n1")])
+    one.wait(9)
+    assert one.event(Kind.HANG_FOUND).facts["node"] == "n2"
+
+
+def test_a_dead_agent_is_found_as_soon_as_a_worker_misses_it(one: Play) -> None:
+    one.wait(2)
+    one.prober.gone = {"n2"}
+    one.failed("n1", 0, failure_class="network")
+    for _ in range(25):
+        one.now += 0.1
+        one.beat("n1")
+        one.coordinator.tick()
+    lost = one.event(Kind.NODE_LOST).facts
+    assert lost["node"] == "n2"
+    assert "its agent is gone" in lost["why"]
+
+
+def test_a_starved_agent_is_not_taken_for_dead(one: Play) -> None:
+    one.wait(2)
+    for _ in range(12):
+        one.now += 1
+        one.beat("n1")
+        one.coordinator.tick()
+    one.beat("n2")
+    assert one.socket.of("kill") == []
+
+
+def test_a_slow_rank_stands_in_the_ledger_with_its_node(one: Play) -> None:
+    for second in range(1, 140):
+        total = second * 10**9
+        one.beat("n1", compute={"0": [total, second * 10], "1": [total, second * 10]})
+        one.beat("n2", compute={"2": [total, second * 10], "3": [2 * total, second * 10]})
+        one.wait(1)
+    slow = one.event(Kind.STRAGGLER).facts
+    assert (slow["rank"], slow["node"], slow["device"]) == (3, "n2", "cpu")
+    assert slow["ratio"] == pytest.approx(2.0, abs=0.1)
+    assert [each.rank for each in fold(one.events).stragglers] == [3]
+
+
+THREE = (*NODES, "n3")
+
+
+class TestFewerNodes:
+    def begin(self, folder: Path, play: Callable[..., Play], *overrides: str) -> Play:
+        one = play(run=build_run(folder / "runs", *REQUEUES, *overrides), nodes=THREE)
+        one.hello(*THREE)
+        one.wait(2, beating=THREE)
+        return one
+
+    def started_on(self, one: Play) -> list[list[str]]:
+        return [
+            list(event.facts["nodes"])
+            for event in one.events
+            if event.kind == Kind.GENERATION_STARTED
+        ]
+
+    def test_a_spare_takes_the_place_of_a_lost_node(
+        self, tmp_path: Path, play: Callable[..., Play]
+    ) -> None:
+        one = self.begin(tmp_path, play, "recovery.restart=spare", "recovery.spare_nodes=1")
+        assert "n3" not in one.socket.to("start")
+        one.wait(6, beating=("n1", "n3"))
+        one.failed("n1", 0, 1, failure_class="network")
+        assert self.started_on(one) == [["n1", "n2"], ["n1", "n3"]]
+        ended = one.event(Kind.GENERATION_ENDED).facts
+        assert (ended["failure_class"], ended["verdict"]) == ("node_lost", "continue")
+
+    def test_a_lost_spare_disturbs_nobody(self, tmp_path: Path, play: Callable[..., Play]) -> None:
+        one = self.begin(tmp_path, play, "recovery.restart=spare", "recovery.spare_nodes=1")
+        one.wait(6, beating=NODES)
+        assert one.event(Kind.NODE_LOST).facts["node"] == "n3"
+        assert one.socket.of("kill") == []
+
+    def test_an_elastic_run_goes_on_with_fewer_replicas(
+        self, tmp_path: Path, play: Callable[..., Play]
+    ) -> None:
+        one = self.begin(
+            tmp_path, play, "launch.nodes=3", "recovery.restart=elastic", "recovery.min_nodes=2",
+            "train.global_batch_size=24", "train.micro_batch_size=2",
+        )  # fmt: skip
+        one.wait(6, beating=("n1", "n3"))
+        one.failed("n1", 0, 1, failure_class="network")
+        one.failed("n3", 4, 5, failure_class="network")
+        assert self.started_on(one) == [["n1", "n2", "n3"], ["n1", "n3"]]
+        again = [m["start"] for n, m in one.socket.of("start") if n == "n3"][-1]
+        assert (again["world_size"], list(again["ranks"]), again["node_rank"]) == (4, [2, 3], 1)
+        one.wait(6, beating=("n1",))
+        one.failed("n1", 0, 1, failure_class="network")
+        assert one.end[:2] == (FailureClass.NODE_LOST, Verdict.REQUEUE), "below min_nodes"
+
+    def test_a_node_whose_device_failed_is_left_out_and_avoided(
+        self, tmp_path: Path, play: Callable[..., Play]
+    ) -> None:
+        one = self.begin(tmp_path, play, "recovery.restart=spare", "recovery.spare_nodes=1")
+        one.failed("n2", 2, failure_class="device")
+        one.failed("n2", 3, failure_class="network")
+        one.failed("n1", 0, 1, failure_class="network")
+        assert self.started_on(one) == [["n1", "n2"], ["n1", "n3"]]
+        (standing,) = active(read_exclusions(one.run.runs_dir).entries, one.now + 1e9)
+        assert (standing.node, standing.failure_class) == ("n2", "device")
+        assert one.event(Kind.NODE_EXCLUDED).facts["node"] == "n2"
+
+    def test_a_device_that_fails_without_a_spare_is_told_with_the_requeue(
+        self, tmp_path: Path, play: Callable[..., Play]
+    ) -> None:
+        one = self.begin(tmp_path, play, "launch.nodes=3", "recovery.restart=same",
+                         "train.global_batch_size=24")  # fmt: skip
+        one.failed("n2", 2, 3, failure_class="device")
+        one.failed("n1", 0, 1, failure_class="network")
+        one.failed("n3", 4, 5, failure_class="network")
+        assert one.end[1] is Verdict.EXCLUDE_AND_REQUEUE
+        assert one.intent() == "requeue\nexclude=n2"

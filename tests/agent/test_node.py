@@ -29,6 +29,9 @@ class SlowStarter:
     def start(self, start: object) -> Any:
         raise OSError("no worker here")
 
+    def renew(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
 

@@ -233,6 +233,17 @@ def test_elastic_pays_where_the_queue_is_long_and_few_nodes_are_missing() -> Non
     assert run("elastic", 8, 0.5, 0.0) < run("same", 8, 0.5, 0.0)
 
 
+def test_an_elastic_run_has_only_the_sizes_that_it_is_given() -> None:
+    traced: list[Action] = []
+    simulate(
+        small("elastic", sizes=(8, 4), node_loss_share=1.0),
+        duration_s=5 * DAY_S,
+        seed=1,
+        trace=lambda _, action: traced.append(action),
+    )
+    assert {len(action.nodes) for action in traced if isinstance(action, Start)} == {8, 4}
+
+
 def test_a_cluster_without_idle_nodes_waits_for_the_repair() -> None:
     scenario = small(failures_per_node_day=0.1, node_loss_share=1.0)
     rich = simulate(scenario, duration_s=60 * DAY_S, seed=2)
@@ -283,6 +294,8 @@ def test_a_scenario_that_is_none_is_refused_with_all_its_problems() -> None:
         Scenario(8, RATE, 0.0, -1.0, 60.0)
     with pytest.raises(ValueError, match="node_loss_share is at most 1, not 2"):
         small(node_loss_share=2)
+    with pytest.raises(ValueError, match="sizes fall from nodes=8"):
+        small("elastic", sizes=(4, 8))
     with pytest.raises(ValueError, match="min_nodes=9 is above nodes=8"):
         small(recovery=endless(restart="elastic", min_nodes=9))
     with pytest.raises(ValueError, match=r"time_limit_s=60\.0 is not above stop_lead_s"):
