@@ -123,6 +123,8 @@ def test_a_worker_trains_to_the_end_and_says_what_it_measured(tmp_path: Path) ->
         heard = worker.messages_until("finished")
         code, _ = worker.end()
     assert code == 0
+    assert worker.page.read(Word.COMPUTE_STEPS) == 5
+    assert worker.page.read(Word.COMPUTE_NS) > 0
     assert [m["kind"] for m in heard] == [
         "measured",
         "training_started",
