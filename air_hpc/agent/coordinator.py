@@ -24,7 +24,7 @@ from air_hpc.agent.generation import CannotStart, Generation
 from air_hpc.agent.liveness import Prober
 from air_hpc.agent.members import Member
 from air_hpc.agent.scheduler import Scheduler
-from air_hpc.agent.watching import NodeWatch
+from air_hpc.agent.watching import FitnessWatch, NodeWatch
 from air_hpc.errors import EXIT_DO_NOT_RESTART, EXIT_ENVIRONMENT, EXIT_OK, EnvironmentFailure
 from air_hpc.plan.frozen import FrozenRun
 from air_hpc.plan.resize import plan_for, sizes
@@ -76,10 +76,12 @@ class Coordinator:
         self._members: dict[str, Member] = {}
         self._left: set[str] = set()
         self._why_lost: dict[str, str] = {}
+        self._fitness = FitnessWatch(self._spec.recovery.preflight)
         self._nodes = NodeWatch(self._spec.recovery, clock=clock, prober=prober)
         self._live: Generation | None = None
         self._signal: str | None = None
         self._limit_at: float | None = None
+        self._going_on: Decision | None = None
         self._last_tick = clock()
         self.outcome: Outcome | None = None
         self._status = fold(read_ledger(run).events)
@@ -214,6 +216,9 @@ class Coordinator:
 
     def _start_generation(self, number: int, nodes: Sequence[str]) -> None:
         assert self.token is not None
+        if self._rejects_unfit(nodes):
+            self._do(self._machine.withdraw(self._clock()))
+            return
         members = [self._members[node] for node in nodes]
         plan = plan_for(self._spec, self._plan, len(nodes))
         assert plan is not None, "the machine knows no other sizes"
@@ -245,7 +250,9 @@ class Coordinator:
             self._spec,
             found,
             skipped_batches=self._status.skipped_batches,
+            preflight=self._fitness.ranks_due,
         )
+        self._fitness.ranks_due = False
         log_dir = self._run.generation_dir(self.token.attempt, self.token.generation)
         make_dir(log_dir.parent, exist_ok=True)
         make_dir(log_dir, exist_ok=True)
@@ -260,6 +267,18 @@ class Coordinator:
         self._live = live
         for node, message in live.starts.items():
             self._socket.send(node, message)
+
+    def _rejects_unfit(self, nodes: Sequence[str]) -> bool:
+        """Whether any of these nodes must not train, by what all of them said of themselves."""
+        found = self._fitness.judge(nodes)
+        for note in found.notes:
+            self._say(f"pre-flight: {note}")
+        for node, reason in found.unfit.items():
+            self._say(f"{node} is unfit: {reason}")
+            self._why_lost[node] = f"unfit: {reason}"
+            self._machine.reject(node, self._clock())
+            self._avoid(node, FailureClass.DEVICE, f"pre-flight: {reason}")
+        return bool(found.unfit)
 
     def _end_generation(self) -> None:
         """All its workers have ended, or their nodes were given up: class and verdict."""
@@ -290,15 +309,19 @@ class Coordinator:
         self._poll_ending()
 
     def _hold_against_node(self, failure: Failure, live: Generation) -> None:
-        """A device that failed keeps its node out of what starts next."""
-        if failure.failure_class is FailureClass.DEVICE:
-            node = live.ends[failure.rank].node
-            self._exclude(node, failure.failure_class, failure.evidence)
+        """A device that failed: its node is checked anew, and left out when it fails once more."""
+        if failure.failure_class is not FailureClass.DEVICE:
+            return
+        node = live.ends[failure.rank].node
+        self._fitness.ask_again(self._clock())
+        if self._fitness.failed_before(node):
+            self._avoid(node, failure.failure_class, failure.evidence)
+            self._machine.reject(node, self._clock())
 
-    def _exclude(self, node: str, failure_class: FailureClass, reason: str) -> None:
+    def _avoid(self, node: str, failure_class: FailureClass, reason: str) -> None:
+        """Keep later starts, of all the user's runs, off a node."""
         if self._avoiding.exclude(node, failure_class, reason):
             self._ending.avoids_nodes = True
-            self._do(self._machine.reject(node, self._clock()))
 
     def _blame_checkpoint(self, live: Generation, failure: Failure) -> tuple[FailureClass, str]:
         """A crash while loading makes the checkpoint suspect: the next start takes an older one."""
@@ -343,6 +366,8 @@ class Coordinator:
             return
         elif kind == "heartbeat":
             self._on_heartbeat(member, message, now)
+        elif kind == "preflight":
+            self._fitness.told_again(node, message)
         elif self._live is None or message.get("token") != str(self._live.token):
             return
         elif kind == "worker":
@@ -353,6 +378,8 @@ class Coordinator:
             self._on_ended(node, message["workers"], now)
         elif kind == "inspected":
             self._live.hang.inspected(node, message["reports"])
+        elif kind == "rank_checks":
+            self._record(Kind.PREFLIGHT, node=node, seconds=None, checks=message["checks"])
         elif kind == "none_here":
             self._do(self._machine.ended(node, now, failed=True, all_ended=True))
         elif kind == "start_failed":
@@ -387,6 +414,10 @@ class Coordinator:
         if node not in self._members:
             self._members[node] = Member.from_hello(node, message, now)
             self._nodes.watch(self._members[node], now)
+            checks = self._fitness.told(node, message, self._wall_clock())
+            if checks:
+                seconds = message["facts"].get("preflight_s")
+                self._record(Kind.PREFLIGHT, node=node, seconds=seconds, checks=checks)
         self._socket.send(node, {"type": "welcome"})
         self._do(self._machine.arrive(node, now))
 
@@ -558,21 +589,27 @@ class Coordinator:
         self._look_at_nodes(now)
         if self._live is not None and self._machine.phase is Phase.RUNNING:
             self._look_at_workers(self._live, now)
+        self._try_to_go_on(now)
         self._do(self._machine.tick(now))
 
     # -- the end -----------------------------------------------------------------------------------
 
     def _end_as_too_few(self, missing: Sequence[str], arrived: int) -> None:
-        if self._machine.generation:
-            lost = f"{', '.join(missing)} lost or unfit, {arrived} nodes left"
-            self._end_attempt(FailureClass.NODE_LOST, f"too few nodes to go on: {lost}")
-            return
         found = [f"{node}: {self._why_lost[node]}" for node in missing if node in self._why_lost]
         silent = [self._named(node) for node in missing if node not in self._why_lost]
         if silent:
             limit = f"launch.start_timeout_s={self._spec.launch.start_timeout_s:g}"
             found.append(f"did not arrive within {limit}: {', '.join(silent)}")
-        self._end_attempt(FailureClass.NOT_ARRIVED, "; ".join(found))
+        if not self._machine.unfit.isdisjoint(missing):
+            failure_class = FailureClass.DEVICE
+        elif self._machine.generation:
+            failure_class = FailureClass.NODE_LOST
+        else:
+            failure_class = FailureClass.NOT_ARRIVED
+        evidence = "; ".join(found)
+        if self._machine.generation:
+            evidence = f"too few nodes to go on, {arrived} left: {evidence}"
+        self._end_attempt(failure_class, evidence)
 
     def _named(self, node: str) -> str:
         """A node with the ranks that it would have had."""
@@ -617,6 +654,19 @@ class Coordinator:
         """The next generation inside this attempt."""
         self._status = fold(read_ledger(self._run).events)
         now = self._clock()
+        self._going_on = decision
+        self._try_to_go_on(now)
+
+    def _try_to_go_on(self, now: float) -> None:
+        """Start the pause before the next generation, once nodes that are checked anew are done."""
+        if self._going_on is None:
+            return
+        for node in self._fitness.to_ask(self._machine.fit, now):
+            request = str(self.token)
+            self._socket.send(node, {"type": "preflight", "request": request})
+        if self._fitness.awaits(self._machine.fit, now) and self._signal is None:
+            return
+        decision, self._going_on = self._going_on, None
         self._do(self._machine.decided(go_on=True, delay_s=decision.delay_s, now=now))
 
     def _over(self, outcome: Outcome) -> None:

@@ -1,8 +1,8 @@
-"""What the coordinator watches while a generation runs: nodes that die, workers that hang.
+"""What the coordinator watches: nodes that die or are unfit, workers that hang.
 
 `NodeWatch` joins the detector's questions with the prober's answers; `HangWatch` asks all nodes
-what their workers are doing once one of them is overdue, and blames one. Both hold no decision of
-their own: those are `recovery.detector`'s and `recovery.hang`'s.
+what their workers are doing once one of them is overdue, and blames one; `FitnessWatch` holds what
+nodes say of themselves. No decision is made here: those are `recovery`'s (detector, hang, fitness).
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from typing import Any
 
 from air_hpc.agent.liveness import Prober
 from air_hpc.agent.members import Member
-from air_hpc.config.spec import RecoverySpec
+from air_hpc.config.spec import PreflightSpec, RecoverySpec
 from air_hpc.recovery.detector import Detector, DetectorPolicy, Lost, Probe
+from air_hpc.recovery.fitness import Fitness, NodeWord, judge
 from air_hpc.recovery.hang import Blame, RankReport, blame
 
 INSPECT_S = 8.0
@@ -124,3 +125,64 @@ class HangWatch:
             self._quiet_until = now + found.patience_s
             return None
         return found
+
+
+class FitnessWatch:
+    """What the nodes of an attempt said of themselves, at their hello and after a device failed."""
+
+    SLACK_S = 2.0
+    """Beside the checks' own time-out, for the question and the answer."""
+
+    def __init__(self, spec: PreflightSpec) -> None:
+        self._spec = spec
+        self._words: dict[str, NodeWord] = {}
+        self._failed: dict[str, int] = {}
+        self._awaited: set[str] | None = None
+        self._answer_by = 0.0
+        self._ask_at = 0.0
+        self.ranks_due = spec.enabled
+        """Whether the next generation's ranks try their devices and links."""
+
+    def told(self, node: str, hello: Mapping[str, Any], heard_at: float) -> list[dict[str, Any]]:
+        """A node's hello, `heard_at` by this node's wall clock; the checks it carries."""
+        word = NodeWord.from_hello(hello, heard_at)
+        self._words[node] = word
+        return [dict(check) for check in word.checks]
+
+    def judge(self, nodes: Iterable[str]) -> Fitness:
+        """Which of these nodes must not train."""
+        words = {node: self._words[node] for node in nodes if node in self._words}
+        return judge(words, self._spec.max_clock_skew_s)
+
+    def failed_before(self, node: str) -> bool:
+        """Note that a node's device failed; whether it is not the first time."""
+        self._failed[node] = self._failed.get(node, 0) + 1
+        return self._failed[node] > 1
+
+    def ask_again(self, now: float) -> None:
+        """Have all nodes checked anew before the next generation."""
+        if self._spec.enabled:
+            self.ranks_due = True
+            self._awaited = None
+            self._answer_by = now + self._spec.timeout_s + self.SLACK_S
+            self._ask_at = now
+
+    def to_ask(self, nodes: Iterable[str], now: float) -> list[str]:
+        """The nodes to send the question to now: all, and once a second those that are silent."""
+        if now >= self._answer_by or now < self._ask_at:
+            return []
+        if self._awaited is None:
+            self._awaited = set(nodes)
+        self._ask_at = now + 1.0
+        return sorted(self._awaited)
+
+    def told_again(self, node: str, message: Mapping[str, Any]) -> None:
+        """A node's answer to the question."""
+        if self._awaited is not None and node in self._awaited:
+            self._awaited.discard(node)
+            former = self._words.get(node, NodeWord())
+            self._words[node] = NodeWord(tuple(message["checks"]), former.devices)
+
+    def awaits(self, nodes: Iterable[str], now: float) -> bool:
+        """Whether an answer of one of these nodes is still worth waiting for."""
+        return now < self._answer_by and not (self._awaited or set()).isdisjoint(nodes)

@@ -297,6 +297,19 @@ class RestartMachine:
         self._live = _Generation(nodes, stop, awaited=set(nodes))
         return [Start(self.generation, nodes)]
 
+    def withdraw(self, now: float) -> list[Action]:
+        """The generation that was to start was not: a node of it was rejected at the last moment.
+
+        Only right after its `Start`, before anything was told to a node.
+        """
+        if self.phase is not Phase.RUNNING:
+            return []
+        self._live = None
+        self.generation -= 1
+        self.phase = Phase.PAUSING if self.generation else Phase.ARRIVING
+        self._resume_at = now
+        return self.tick(now)
+
     # -- the live generation -----------------------------------------------------------------------
 
     def ended(self, node: str, now: float, *, failed: bool, all_ended: bool) -> list[Action]:

@@ -266,25 +266,59 @@ class TestFewerNodes:
         one.failed("n1", 0, 1, failure_class="network")
         assert one.end[:2] == (FailureClass.NODE_LOST, Verdict.REQUEUE), "below min_nodes"
 
+    def fail_device(self, one: Play) -> None:
+        """A device of n2 fails, and n2's own checks show it."""
+        one.failed("n2", 2, failure_class="device")
+        one.failed("n2", 3, failure_class="network")
+        one.failed("n1", 0, 1, failure_class="network")
+        if self.started_on(one) == [list(THREE)]:
+            one.failed("n3", 4, 5, failure_class="network")
+        assert one.socket.to("preflight") == list(THREE)
+        ecc = {"name": "ecc", "ok": False, "said": "3 uncorrected errors"}
+        for node in THREE:
+            checks = [ecc] if node == "n2" else []
+            message = {"type": "preflight", "request": "1.1", "checks": checks}
+            one.coordinator.on_message(node, message)
+        one.wait(0.5, beating=THREE)
+
     def test_a_node_whose_device_failed_is_left_out_and_avoided(
         self, tmp_path: Path, play: Callable[..., Play]
     ) -> None:
         one = self.begin(tmp_path, play, "recovery.restart=spare", "recovery.spare_nodes=1")
-        one.failed("n2", 2, failure_class="device")
-        one.failed("n2", 3, failure_class="network")
-        one.failed("n1", 0, 1, failure_class="network")
+        self.fail_device(one)
         assert self.started_on(one) == [["n1", "n2"], ["n1", "n3"]]
         (standing,) = active(read_exclusions(one.run.runs_dir).entries, one.now + 1e9)
         assert (standing.node, standing.failure_class) == ("n2", "device")
-        assert one.event(Kind.NODE_EXCLUDED).facts["node"] == "n2"
+        assert "3 uncorrected errors" in one.event(Kind.NODE_EXCLUDED).facts["reason"]
 
     def test_a_device_that_fails_without_a_spare_is_told_with_the_requeue(
         self, tmp_path: Path, play: Callable[..., Play]
     ) -> None:
         one = self.begin(tmp_path, play, "launch.nodes=3", "recovery.restart=same",
                          "train.global_batch_size=24")  # fmt: skip
-        one.failed("n2", 2, 3, failure_class="device")
-        one.failed("n1", 0, 1, failure_class="network")
-        one.failed("n3", 4, 5, failure_class="network")
-        assert one.end[1] is Verdict.EXCLUDE_AND_REQUEUE
+        self.fail_device(one)
+        assert one.end[:2] == (FailureClass.DEVICE, Verdict.EXCLUDE_AND_REQUEUE)
         assert one.intent() == "requeue\nexclude=n2"
+
+    def test_a_device_that_fails_twice_is_left_out_whatever_its_checks_say(
+        self, tmp_path: Path, play: Callable[..., Play]
+    ) -> None:
+        one = self.begin(tmp_path, play, "recovery.restart=spare", "recovery.spare_nodes=1")
+        for _ in range(2):
+            one.failed("n2", 2, failure_class="device")
+            one.failed("n2", 3, failure_class="network")
+            one.failed("n1", 0, 1, failure_class="network")
+            one.wait(16, beating=THREE)
+        assert self.started_on(one) == [["n1", "n2"], ["n1", "n2"], ["n1", "n3"]]
+
+    def test_a_node_that_fails_its_pre_flight_takes_no_part(
+        self, tmp_path: Path, play: Callable[..., Play]
+    ) -> None:
+        overrides = ("recovery.restart=spare", "recovery.spare_nodes=1")
+        one = play(run=build_run(tmp_path / "runs", *REQUEUES, *overrides), nodes=THREE)
+        bad = {"name": "clocks", "ok": False, "said": "hardware slowdown"}
+        one.hello("n1", facts={"liveness_port": 9, "preflight": [bad], "preflight_s": 0.3})
+        one.hello("n2", "n3")
+        assert self.started_on(one) == [["n2", "n3"]]
+        assert one.event(Kind.PREFLIGHT).facts["checks"] == [bad]
+        assert one.event(Kind.NODE_EXCLUDED).facts["node"] == "n1"
