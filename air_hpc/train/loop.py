@@ -172,7 +172,15 @@ class Trainer:
     # -- before and after ------------------------------------------------------------------------
 
     def _open_data(self) -> tuple[Batches, str]:
-        return open_batches(self.spec, self.plan, self.session.run, self.world, self.ranks)
+        session = self.session
+        return open_batches(
+            self.spec,
+            self.plan,
+            session.run,
+            self.world,
+            self.ranks,
+            session.env.skipped_batches,
+        )
 
     def _build(self) -> Spread:
         options = WrapOptions(
