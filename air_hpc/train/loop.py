@@ -150,7 +150,7 @@ class Trainer:
             norm = clip_gradients(self.parameters, self.spec.optimizer.grad_clip)
         elif logs:
             norm = gradient_norm(self.parameters)
-        early = self._guard.decides_early or self.world.device.type == "cpu"
+        early = self._guard.decides_early or self._numbers_are_at_hand()
         seen = self._look(step, norm, loss, logs=logs) if early else _Seen()
         if seen.updates:
             self.optimizer.step()
@@ -194,6 +194,10 @@ class Trainer:
         norm_value = None if norm is None else float(norm)
         updates = self._watch.look(step, norm_value, loss_value)
         return _Seen(loss_value, norm_value, updates)
+
+    def _numbers_are_at_hand(self) -> bool:
+        """Whether reading a number off the device waits for nothing."""
+        return self.world.device.type == "cpu"
 
     def _reduced(self, step: int, loss: torch.Tensor) -> float:
         """The mean loss over the ranks; with it comes rank 0's word on when to save, if needed."""
