@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from air_hpc.rundir.spool import effective_samples
 from air_hpc.session.page import Word
 from air_hpc.session.session import Session
 from tests.torch_ranks import join_world, run_ranks
-from tests.train.runs import make_run, next_token, plan_for, small_spec
+from tests.train.runs import make_run, next_token, plan_for, small_spec, train_ranks
 
 pytestmark = pytest.mark.torch
 NAN = float("nan")
@@ -217,3 +218,37 @@ def test_a_spike_is_found_on_every_rank_although_one_saw_it(tmp_path: Path) -> N
     how, facts, _ = train_all(run, spec, {9: 8.0}, (6,), ((6, 7),))
     assert (how, facts["action"]) == ("diverged", "stop")
     assert "1 rollbacks were made (train.guard.max_rollbacks)" in facts["reason"]
+
+
+def train_where_nothing_can_be_saved(
+    rank: int, rendezvous: str, run_path: str, token: str, stop_after: int | None
+) -> tuple[str, str]:
+    from air_hpc.train import loop
+
+    spec = small_spec(14)  # four saves fail before the last
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (16384, limits[1]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "LAST_PAUSE_S", 0.001)
+        try:
+            plan = plan_for(spec, Mesh(dp_replicate=2))
+            ended = train_ranks(rank, rendezvous, run_path, token, spec, plan, (), stop_after)
+        except Exception as error:
+            return type(error).__name__, str(error)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    return "ended", f"{ended.step} {ended.saved}"
+
+
+def test_a_run_that_cannot_save_trains_to_its_end_and_only_there_it_fails(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    first, second = run_ranks(
+        2, train_where_nothing_can_be_saved, str(run.path), next_token(run), None
+    )
+    assert first == second
+    assert first[0] == "SavesFail"
+    assert "after the last step 14 could not be saved in 5 tries" in first[1]
+    stopped = run_ranks(2, train_where_nothing_can_be_saved, str(run.path), next_token(run), 7)
+    assert stopped == [("ended", "7 False")] * 2
+    assert committed_steps(run) == []
