@@ -7,20 +7,30 @@ cut off: the workers are killed and the agent leaves.
 
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from air_hpc.agent.channel import Message
 from air_hpc.agent.environment import JobContext
+from air_hpc.agent.preflight import Preflight
 from air_hpc.agent.starters import Starter
 from air_hpc.agent.workers import GenerationStart, WorkerGroup
 from air_hpc.config.spec import RecoverySpec
 from air_hpc.errors import EXIT_ENVIRONMENT
+from air_hpc.probes.result import Check, worst
+from air_hpc.recovery.hang import PhaseDurations
 from air_hpc.rundir.layout import RunDir
 from air_hpc.session.messages import RECORDED
+from air_hpc.session.messages import Message as MessageKind
 
 HELLO_INTERVAL_S = 0.5
+TURN_S = 5.0
+"""Where the coordinator is gone, each further node waits so much longer before it asks Slurm for
+the requeue: by then the one before it has, or is gone too."""
+TURNS = 16
+"""So many nodes take their turn; the others leave at once."""
 STALL_S = 1.0
 """Ticks further apart than this are a stall of this process."""
 
@@ -50,6 +60,7 @@ class NodeAgent:
         start_timeout_s: float,
         say: Callable[[str], None],
         on_coordinator_lost: Callable[[], None],
+        preflight: Preflight | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._context = context
@@ -62,6 +73,12 @@ class NodeAgent:
         self._environ = worker_environ
         self._say = say
         self._on_coordinator_lost = on_coordinator_lost
+        self._preflight = preflight
+        self._preflight_request: str | None = None
+        self._preflight_awaited = False
+        self._rank_checks: dict[int, list[dict[str, Any]]] = {}
+        if preflight is not None:
+            preflight.start()
         self._clock = clock
         self._deadline = clock() + start_timeout_s
         self._next_hello = clock()
@@ -72,6 +89,11 @@ class NodeAgent:
         self._sent: dict[int, float] = {}
         self._sequence = 0
         self._welcomed = False
+        self._durations = PhaseDurations()
+        self._void: set[str] = set()
+        """Tokens of generations that were killed before they were started here."""
+        self._pending: GenerationStart | None = None
+        self._orphaned: float | None = None
         self.group: WorkerGroup | None = None
         self.exit_code: int | None = None
 
@@ -102,11 +124,26 @@ class NodeAgent:
 
     def _on_start(self, message: Message) -> None:
         start = GenerationStart.from_json(message["start"])
+        if str(start.token) in self._void:
+            return
+        if self._pending is not None and self._pending.token >= start.token:
+            return
         if self.group is not None:
-            if self.group.token == start.token:
+            if self.group.token >= start.token:
                 return  # said again to a heartbeat that was on its way
             self.group.close()
             self.group = None
+        self._rank_checks = {}
+        self._starter.renew()
+        self._pending = start
+        self._start_pending()
+
+    def _start_pending(self) -> None:
+        """Start what was asked for, once it needs no waiting: a template may have to import."""
+        start = self._pending
+        if start is None or not self._starter.ready:
+            return
+        self._pending = None
         try:
             self.group = WorkerGroup(
                 self._run,
@@ -116,21 +153,84 @@ class NodeAgent:
                 self._argv,
                 self._environ,
                 self._lease_until_ns(),
+                hang=self._recovery.hang,
+                durations=self._durations,
             )
         except OSError as error:
-            self._uplink.send({"type": "start_failed", "reason": f"{error}"})
+            self._uplink.send(
+                {
+                    "type": "start_failed",
+                    "token": str(start.token),
+                    "reason": f"{error}",
+                    "transient": error.errno in (errno.EAGAIN, errno.ENOMEM),
+                }
+            )
 
     def _on_stop(self, message: Message) -> None:
-        begun = -1 if self.group is None else self.group.set_stop_flag()
-        self._uplink.send({"type": "begun", "step": begun})
+        group = self._group_of(message)
+        if group is not None:
+            self._say_of(message, "begun", step=group.set_stop_flag())
 
     def _on_target(self, message: Message) -> None:
-        if self.group is not None:
-            self.group.set_target(message["step"])
+        group = self._group_of(message)
+        if group is not None:
+            group.set_target(message["step"])
 
     def _on_kill(self, message: Message) -> None:
-        if self.group is not None:
-            self.group.kill()
+        """Kill the workers of a generation; where it has none here, none will be started either."""
+        group = self._group_of(message)
+        if group is not None:
+            group.kill()
+        else:
+            self._void.add(message["token"])
+            if self._pending is not None and str(self._pending.token) == message["token"]:
+                self._pending = None
+            self._say_of(message, "none_here")
+
+    def _group_of(self, message: Message) -> WorkerGroup | None:
+        """The workers of the generation that a message is about."""
+        group = self.group
+        return group if group is not None and str(group.token) == message["token"] else None
+
+    def _say_of(self, message: Message, kind: str, **facts: Any) -> None:
+        self._uplink.send({"type": kind, "token": message["token"], **facts})
+
+    def _on_preflight(self, message: Message) -> None:
+        """Check this node anew; the same `request` said again is answered with what was found."""
+        if self._preflight is None:
+            self._uplink.send({"type": "preflight", "request": message["request"], "checks": []})
+            return
+        if message["request"] != self._preflight_request:
+            self._preflight_request = message["request"]
+            self._preflight.start()
+        self._preflight_awaited = True
+
+    def _tell_preflight(self) -> None:
+        found = None if self._preflight is None else self._preflight.poll()
+        if found is not None and self._preflight_awaited:
+            self._preflight_awaited = False
+            self._uplink.send(
+                {
+                    "type": "preflight",
+                    "request": self._preflight_request,
+                    "checks": [check.to_json() for check in found.checks],
+                    "seconds": found.seconds,
+                }
+            )
+
+    def _tell_rank_checks(self) -> None:
+        """What this node's ranks showed of their devices and links, as one word for the node."""
+        told = (Check.from_json(body) for checks in self._rank_checks.values() for body in checks)
+        checks = [check.to_json() for check in worst(told)]
+        self._send_of_group("rank_checks", checks=checks)
+
+    def _on_inspect(self, message: Message) -> None:
+        """Find out what the workers of a generation are doing; `_watch` sends what came of it."""
+        group = self._group_of(message)
+        if group is not None:
+            group.inspect(self._clock())
+        else:
+            self._say_of(message, "inspected", reports=[])
 
     def _on_leave(self, message: Message) -> None:
         self._uplink.send({"type": "bye"})
@@ -155,6 +255,8 @@ class NodeAgent:
         if self.group is not None:
             self.group.close()
             self.group = None
+        if self._preflight is not None:
+            self._preflight.close()
         self._starter.close()
 
     # -- from the outside and from the workers -----------------------------------------------------
@@ -171,11 +273,19 @@ class NodeAgent:
         ended = self.group.reap()
         if ended:
             self.group.pump(self._on_worker_message)
-            self._uplink.send({"type": "ended", "workers": self.group.ends()})
+            self._send_of_group("ended", workers=self.group.ends())
+
+    def _send_of_group(self, kind: str, **facts: Any) -> None:
+        if self.group is not None:
+            self._uplink.send({"type": kind, "token": str(self.group.token), **facts})
 
     def _on_worker_message(self, rank: int, message: dict[str, Any]) -> None:
+        if message["kind"] == MessageKind.PREFLIGHT:
+            self._rank_checks[rank] = message.get("checks", [])
+            if self.group is not None and len(self._rank_checks) == len(self.group.workers):
+                self._tell_rank_checks()
         if message["kind"] in RECORDED:
-            self._uplink.send({"type": "worker", "rank": rank, "message": message})
+            self._send_of_group("worker", rank=rank, message=message)
 
     # -- as time passes ----------------------------------------------------------------------------
 
@@ -183,19 +293,28 @@ class NodeAgent:
         """Say hello until welcomed, then beat; leave when the coordinator is silent.
 
         The first hello waits until workers can be started without delay: after it this node is
-        expected to beat, and a template's imports may take longer than that.
+        expected to beat, and a template's imports may take longer than that. It also waits for the
+        node's own checks, whose results it carries.
 
         A stall of our own (a suspended job, a file system that hangs) ends the lease, but is not
         held against the coordinator: it has not been asked meanwhile.
         """
         now = self._clock()
-        self._stalled_s += max(0.0, now - self._last_tick - STALL_S)
+        stalled_s = max(0.0, now - self._last_tick - STALL_S)
+        self._stalled_s += stalled_s
         self._last_tick = now
         if self.exit_code is not None:
             return
         if not self._welcomed:
             self._tick_hello(now)
             return
+        if self._orphaned is not None:
+            self._tick_orphaned(now, self._orphaned)
+            return
+        self._start_pending()
+        if self._preflight_awaited:
+            self._tell_preflight()
+        self._watch(now, stalled_s)
         if now >= self._next_heartbeat:
             self._beat(now)
         silent_s = now - self._heard - self._stalled_s
@@ -206,12 +325,32 @@ class NodeAgent:
             )
             if self.group is not None:
                 self.group.kill()
+            self._orphaned = now
+            self._tick_orphaned(now, now)
+
+    def _tick_orphaned(self, now: float, since: float) -> None:
+        """Somebody must ask for the requeue, once: the lowest survivor, by waiting for its turn."""
+        turn = self._context.node_index - 1
+        if turn >= TURNS:
+            self._leave(EXIT_ENVIRONMENT, "")
+        elif now >= since + turn * TURN_S:
             self._on_coordinator_lost()
             self._leave(EXIT_ENVIRONMENT, "")
 
+    def _watch(self, now: float, stalled_s: float) -> None:
+        """Look at the workers' progress; report an inspection that is over."""
+        if self.group is None:
+            return
+        self.group.watch(now, stalled_s)
+        reports = self.group.inspected()
+        if reports is not None:
+            self._send_of_group("inspected", reports=[report.to_json() for report in reports])
+
     def _tick_hello(self, now: float) -> None:
-        if now >= self._next_hello and self._starter.ready:
-            self._uplink.send(self._hello)
+        checked = self._preflight is None or self._preflight.poll() is not None
+        if now >= self._next_hello and self._starter.ready and checked:
+            filled = self._hello if self._preflight is None else self._preflight.fill(self._hello)
+            self._uplink.send(filled)
             self._next_hello = now + HELLO_INTERVAL_S
         if now > self._deadline:
             late = f"the coordinator on {self._context.nodes[0]} did not answer"
@@ -226,7 +365,9 @@ class NodeAgent:
         if len(self._sent) > 1000:
             self._sent.pop(next(iter(self._sent)))
         progress = {} if self.group is None else self.group.progress()
-        started = self.group is not None
+        # What is about to be started needs no telling again.
+        holds = self._pending or self.group
+        token = None if holds is None else str(holds.token)
         self._uplink.send(
-            {"type": "heartbeat", "sequence": self._sequence, "started": started, **progress}
+            {"type": "heartbeat", "sequence": self._sequence, "token": token, **progress}
         )

@@ -19,7 +19,10 @@ from typing import Any
 
 from air_hpc.agent.environment import thread_affinity
 from air_hpc.agent.logs import LineBuffer, NodeLog, node_log_path
+from air_hpc.agent.silence import SilenceWatch, stacks_path
 from air_hpc.agent.starters import Started, Starter, WorkerStart
+from air_hpc.config.spec import HangSpec
+from air_hpc.recovery.hang import PhaseDurations, RankReport
 from air_hpc.rundir.fence import Token
 from air_hpc.rundir.layout import RunDir
 from air_hpc.session.messages import MAX_BYTES, Message, decode, socket_pair
@@ -87,6 +90,8 @@ class Worker:
     lines: LineBuffer
     last_words: dict[str, Any] | None = None
     exit_status: int | None = None
+    told_steps: int = 0
+    """Of the compute time that the last heartbeat told."""
 
     @property
     def phase(self) -> str:
@@ -118,10 +123,19 @@ class WorkerGroup:
         argv: Sequence[str],
         environ: Mapping[str, str],
         lease_until_ns: int,
+        *,
+        hang: HangSpec | None = None,
+        durations: PhaseDurations | None = None,
     ) -> None:
-        """Start them all; raises OSError when one cannot be started (the others are killed)."""
+        """Start them all; raises OSError when one cannot be started (the others are killed).
+
+        `durations` is what the node has learned of how long phases take; it learns more here.
+        """
         self.token = start.token
         log_dir = run.generation_dir(start.token.attempt, start.token.generation)
+        self.silence = SilenceWatch(
+            node, stacks_path(log_dir, node), hang or HangSpec(), durations or PhaseDurations()
+        )
         self._log = NodeLog(node_log_path(log_dir, node))
         self.workers: list[Worker] = []
         try:
@@ -245,6 +259,9 @@ class WorkerGroup:
             message = decode(data)
             if message is None:
                 continue
+            if message["kind"] == Message.INSPECTED:
+                self.silence.heard(worker.rank, message)
+                continue
             if message["kind"] in (Message.STOPPED, Message.FINISHED, Message.ERROR):
                 worker.last_words = message
             on_message(worker.rank, message)
@@ -277,15 +294,42 @@ class WorkerGroup:
     # -- watching ----------------------------------------------------------------------------------
 
     def progress(self) -> dict[str, Any]:
-        """The node's part of a heartbeat: the least step done, the phases and who has ended.
+        """The node's part of a heartbeat: the least step done, the phases, who has ended and, where
+        there is one, who is overdue.
 
         Ends are said with every beat, since the message of an end may be lost with its connection.
         """
+        overdue = [late.to_json() for late in self.silence.overdue]
+        compute = self._new_compute()
         return {
             "done_step": min((w.page.read(Word.DONE_STEP) for w in self.workers), default=NONE),
             "phases": sorted({w.phase for w in self.workers}),
             "ended": self.ends(),
+            **({"overdue": overdue} if overdue else {}),
+            **({"compute": compute} if compute else {}),
         }
+
+    def watch(self, now: float, stalled_s: float = 0.0) -> None:
+        """Look for signs of progress; see `SilenceWatch.look`."""
+        self.silence.look(self.workers, now, stalled_s)
+
+    def inspect(self, now: float) -> None:
+        """Begin to find out what every worker is doing; see `SilenceWatch.inspect`."""
+        self.silence.inspect(self.workers, now)
+
+    def inspected(self) -> list[RankReport] | None:
+        """The reports of `inspect`, once; None before they are there."""
+        return self.silence.inspected()
+
+    def _new_compute(self) -> dict[str, list[int]]:
+        """By rank the totals [ns, steps] of its compute, where they changed since the last beat."""
+        changed = {}
+        for worker in self.workers:
+            steps = worker.page.read(Word.COMPUTE_STEPS)
+            if steps != worker.told_steps:
+                worker.told_steps = steps
+                changed[str(worker.rank)] = [worker.page.read(Word.COMPUTE_NS), steps]
+        return changed
 
     def ends(self) -> list[dict[str, Any]]:
         """How those that have ended did."""

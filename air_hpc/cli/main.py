@@ -33,6 +33,7 @@ VERBS: Final = {
     "logs": "what a run printed, by rank, attempt and node; --follow",
     "cancel": "ask runs to save and end",
     "verify": "read a run's checkpoints and say which are what was committed",
+    "nodes": "the nodes that your runs avoid; exclude and release them",
     "sync": "send metrics that only the run directories hold to MLflow",
 }
 _SHELL_OPTIONS: Final = ("-sc", "--shell-completion")

@@ -247,7 +247,8 @@ class HangSpec:
     """How long a phase of a worker may last without a sign of progress before it counts as a hang.
 
     The limit of a phase is `factor` times the longest that this run has seen it take in good
-    health, and never less than its floor here (seconds).
+    health, and never less than its floor here (seconds). The first step of a generation builds
+    communicators and kernels: its floor is the larger of `step_s` and `first_step_s`.
     """
 
     factor: float = at_least(1, 5.0)
@@ -257,6 +258,7 @@ class HangSpec:
     compile_s: float = above(0, 3600.0)
     data_s: float = above(0, 1800.0)
     load_s: float = above(0, 1800.0)
+    first_step_s: float = above(0, 900.0)
     step_s: float = above(0, 300.0)
     save_s: float = above(0, 1800.0)
     eval_s: float = above(0, 1800.0)
@@ -278,17 +280,23 @@ class StragglerSpec:
 class PreflightSpec:
     """What a node must show before the first generation, and after a failure of a device.
 
-    A floor of null is not held against anybody. `timeout_s` bounds all checks of a node together.
+    A floor of null is not held against anybody. `timeout_s` bounds all checks of a node together,
+    `check_timeout_s` each of them: a driver or a file system that hangs is found by it.
     """
 
     enabled: bool = True
     timeout_s: float = above(0, 10.0)
+    check_timeout_s: float = above(0, 5.0)
     min_disk_bytes: int = at_least(0, 1024**3)
     max_clock_skew_s: float | None = above(0, 5.0)
     max_used_device_memory_bytes: int | None = at_least(0, 2 * 1024**3)
+    max_ecc_uncorrected: int | None = at_least(0, 0)
+    """Uncorrected memory errors of a device since its driver was loaded."""
     min_matmul_ratio: float | None = above(0, None)
-    """Of the median of all devices of the run."""
+    """Of the median of all devices of the run; null: 0.7 for GPUs, none for CPUs, whose cores are
+    shared with others."""
     max_all_reduce_s: float | None = above(0, None)
+    """Of a small all-reduce (1 MiB on CPUs, 64 MiB on GPUs), inside a node and over all."""
 
 
 @dataclass(frozen=True)
@@ -371,3 +379,14 @@ class RunSpec:
     recovery: RecoverySpec = field(default_factory=RecoverySpec)
     tracking: TrackingSpec = field(default_factory=TrackingSpec)
     code: CodeSpec = field(default_factory=CodeSpec)
+
+    @property
+    def allocated_nodes(self) -> int:
+        """The nodes that an allocation of this run has: those that train, and its hot spares."""
+        spares = self.recovery.spare_nodes if self.recovery.restart == "spare" else 0
+        return self.launch.nodes + spares
+
+    @property
+    def outlives_nodes(self) -> bool:
+        """Whether the job goes on when one of its nodes is lost (Slurm's --no-kill)."""
+        return self.recovery.restart != "requeue" and self.allocated_nodes > 1

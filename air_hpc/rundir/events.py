@@ -62,7 +62,8 @@ class Kind(StrEnum):
     HANG_FOUND = "hang_found"
     """rank, node, phase, for_s, limit_s, evidence, stacks (a path in the run directory)."""
     STRAGGLER = "straggler"
-    """rank, node, device, ratio (its compute time over the median's), window_s."""
+    """rank, node, device, ratio (its compute time over the median's), window_s, change: `found`,
+    `worse`, or `ended` when it is slow no more."""
     PREFLIGHT = "preflight"
     """node, seconds, checks: [{name, ok, value, floor, said}]."""
     NODE_EXCLUDED = "node_excluded"

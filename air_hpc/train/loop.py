@@ -37,6 +37,7 @@ from air_hpc.plan.frozen import config_hash
 from air_hpc.plan.types import Plan
 from air_hpc.rundir.spool import LOSS, TOKENS_PER_S
 from air_hpc.session.session import Session
+from air_hpc.train.compute_time import compute_clock
 from air_hpc.train.guard import Guard
 from air_hpc.train.optimizer import build_optimizer, learning_rate, set_learning_rate
 from air_hpc.train.rates import StepMeter, rates
@@ -105,6 +106,8 @@ class Trainer:
             self.parameters = list(self.spread.module.parameters())
             self.optimizer = build_optimizer(self.parameters, spec.optimizer, world.device)
         self.step = 0
+        self._computed_steps = 0
+        self._compute = compute_clock(world.device)
         self._said = 0.0
         self._due_step: int | None = None
         self._step_time_s: float | None = None
@@ -120,6 +123,7 @@ class Trainer:
         saver = self._saver
         last = self.spec.train.steps
         meter = StepMeter()
+        self._compute.start()
         try:
             with attention_backends(self.spec.train.deterministic, self.world.device):
                 while self.step < last and self.session.begin_step(self.step + 1):
@@ -157,6 +161,11 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         self.step = step
         meter.count()
+        self._computed_steps += 1
+        pauses = logs or self._save_is_due(step)
+        if pauses:
+            # What follows the ranks do not do alike, or together.
+            self._compute.stop()
         if not early and logs:
             seen = self._look(step, norm, loss, logs=True)
         elif not early and norm is not None:
@@ -181,8 +190,12 @@ class Trainer:
         self.session.end_step(step, metrics)
         if metrics:
             self._say(step, metrics)
+        if logs and self._compute.total_ns is not None:
+            self.session.computed(self._compute.total_ns, self._computed_steps)
         if self._save_is_due(step) and step < self.spec.train.steps:
             self._save(saver)
+        if pauses:
+            self._compute.start()
 
     def _look(
         self, step: int, norm: torch.Tensor | None, loss: torch.Tensor, *, logs: bool

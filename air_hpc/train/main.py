@@ -16,6 +16,7 @@ from typing import NoReturn
 
 from air_hpc.errors import EXIT_ENVIRONMENT, EXIT_OK, AirHpcError, BadInput, EnvironmentFailure
 from air_hpc.plan.frozen import FrozenRun, read_run_yaml
+from air_hpc.plan.resize import plan_for_world
 from air_hpc.rundir.commit import CheckpointUnreadable
 from air_hpc.rundir.fence import Fenced
 from air_hpc.rundir.words import FailureClass
@@ -51,6 +52,8 @@ _OF_TORCH_MODULES = (
     ("air_hpc.checkpoint.saver", "SavesFail", FailureClass.STORAGE),
     ("air_hpc.checkpoint.loader", "NoUsableCheckpoint", FailureClass.CHECKPOINT),
     ("air_hpc.parallel.world", "RanksMissing", FailureClass.NETWORK),
+    ("air_hpc.probes.ranks", "DeviceUnfit", FailureClass.DEVICE),
+    ("air_hpc.probes.ranks", "LinkUnfit", FailureClass.NETWORK),
 )
 """Errors whose modules import torch. Named, not imported: torch itself may be what is missing, and
 an error can only be of a module that is loaded."""
@@ -102,6 +105,8 @@ def _train(session: Session, frozen: FrozenRun) -> int:
     from air_hpc.train.loop import train
 
     spec, plan, env = frozen.spec, frozen.plan, session.env
+    if env.world_size != plan.world_size:
+        plan = plan_for_world(spec, plan, env.world_size)
     torch.set_num_threads(plan.threads_per_worker)
     world = start_world(
         plan.mesh,
@@ -112,10 +117,47 @@ def _train(session: Session, frozen: FrozenRun) -> int:
         timeout_s=spec.train.collective_timeout_s,
         cpu_offload=spec.parallelism.cpu_offload,
     )
+    if env.preflight:
+        try_device_and_links(session, frozen, world)
     peak = tell_peak(session, frozen, world)
     ended = train(session, spec, plan, world, peak)
     stop_world()
     return EXIT_OK if ended.saved else EXIT_ENVIRONMENT
+
+
+def try_device_and_links(session: Session, frozen: FrozenRun, world: object) -> None:
+    """The worker's pre-flight, told to the agent. Collective.
+
+    Raises DeviceUnfit or LinkUnfit for what failed on this rank.
+    """
+    from air_hpc.parallel.world import World
+    from air_hpc.probes.ranks import Here, RanksAsked, check_ranks, raise_if_unfit
+    from air_hpc.train.setup import set_determinism
+
+    assert isinstance(world, World)
+    spec = frozen.spec
+    floors = spec.recovery.preflight
+    # cuBLAS reads its workspace's setting at its first call, which is here.
+    set_determinism(spec.train.deterministic, world.device)
+    with session.phase("preflight"):
+        checks = check_ranks(
+            Here(
+                world.rank,
+                world.world_size,
+                session.env.local_world_size,
+                os.environ.get("SLURMD_NODENAME", "local"),
+                world.device,
+                world.control,
+            ),
+            RanksAsked(
+                spec.train.precision,
+                floors.min_matmul_ratio,
+                floors.max_all_reduce_s,
+                min(floors.timeout_s, spec.train.collective_timeout_s),
+            ),
+        )
+    session.note(Message.PREFLIGHT, checks=[check.to_json() for check in checks])
+    raise_if_unfit(checks)
 
 
 def tell_peak(session: Session, frozen: FrozenRun, world: object) -> float | None:

@@ -219,11 +219,50 @@ class TestStarters:
             group.close()
             starter.close()
 
+    def test_a_killed_template_is_replaced_for_the_next_generation(self, run: RunDir) -> None:
+        starter = ForkStarter(STAND_IN, environ())
+        try:
+            wait_until(lambda: starter.ready)
+            os.kill(starter._template.pid, signal.SIGKILL)
+            wait_until(lambda: starter._template.poll() is not None)
+            starter.renew()
+            wait_until(lambda: starter.ready)
+            group = Group(run, starter, 1, STAND_IN, steps=3)
+            assert group.listen_to_the_end() == {0: 0}
+            group.close()
+        finally:
+            starter.close()
+
+    def test_what_kills_every_template_is_not_fed_more_of_them(self) -> None:
+        starter = ForkStarter(STAND_IN, environ())
+        try:
+            pids = []
+            for _ in range(10):
+                pids.append(starter._template.pid)
+                starter._template.kill()  # does nothing to one that has ended
+                wait_until(lambda: starter._template.poll() is not None)
+                starter.renew()
+            assert len(set(pids)) == ForkStarter.TEMPLATES
+        finally:
+            starter.close()
+
     def test_closing_the_starter_ends_the_template(self) -> None:
         starter = ForkStarter(STAND_IN, environ())
         pid = starter._template.pid
         starter.close()
         assert gone(pid)
+
+
+def test_compute_times_are_told_when_they_changed(group_of: Callable[..., Group]) -> None:
+    group = group_of(2, steps=None)
+    assert "compute" not in group.progress()
+    first, second = (worker.page for worker in group.workers)
+    first.write(Word.COMPUTE_NS, 500)
+    first.write(Word.COMPUTE_STEPS, 10)
+    assert group.progress()["compute"] == {"0": [500, 10]}
+    assert "compute" not in group.progress()
+    second.write(Word.COMPUTE_STEPS, 10)
+    assert group.progress()["compute"] == {"1": [0, 10]}
 
 
 def test_a_worker_that_prints_without_end_does_not_hold_the_agent(

@@ -37,6 +37,7 @@ def imported(tmp_path: Path, *words: str, watched: tuple[str, ...]) -> list[str]
         ["logs", "--help"],
         ["cancel", "--help"],
         ["sync", "--help"],
+        ["nodes", "--help"],
         ["--complete", "model=l"],
     ],
 )
@@ -54,6 +55,7 @@ def test_help_and_completion_import_almost_nothing(tmp_path: Path, words: list[s
         ["status", "tiny-1"],
         ["logs", "tiny-1"],
         ["cancel", "tiny-1"],
+        ["nodes"],
     ],
 )
 def test_light_verbs_import_nothing_heavy(tmp_path: Path, words: list[str]) -> None:
