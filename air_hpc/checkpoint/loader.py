@@ -9,6 +9,7 @@ a run never begins again from scratch in silence.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -45,10 +46,12 @@ class NoUsableCheckpoint(AirHpcError):
 
 @dataclass(frozen=True)
 class Resumed:
-    """Where the run goes on: after `step` steps. `exact` is False when random numbers are new."""
+    """Where the run goes on: after `step` steps. `exact` is False when random numbers are new;
+    `facts` are the manifest's."""
 
     step: int
     exact: bool
+    facts: Mapping[str, Any]
 
 
 def resume(
@@ -78,7 +81,7 @@ def resume(
                     seed_generators(identity.seed, found.step, ranks.rank)
                 if session.is_first:
                     session.note(Message.RESUMED, step=found.step, checkpoint=path.name)
-                return Resumed(found.step, exact)
+                return Resumed(found.step, exact, found.facts)
         reasons.append(f"{path.name}: {reason}")
         if session.is_first:
             step = int(path.name.rpartition("-")[2])

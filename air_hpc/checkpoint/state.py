@@ -100,6 +100,22 @@ def share_of(state: Mapping[str, Any], rank: int, world_size: int) -> dict[str, 
     return share
 
 
+def first_not_finite(state: Mapping[str, Any]) -> str | None:
+    """The name of a parameter or optimizer tensor with a NaN or Inf in this rank's part, or None.
+
+    A sum finds them in one pass without memory of its own; only where it is not finite itself
+    (which finite numbers can do too, if they are huge) each number is looked at.
+    """
+    for part in ("model", "optimizer"):
+        for name, value in state.get(part, {}).items():
+            tensor = value.to_local() if isinstance(value, DTensor) else value
+            if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+                continue
+            if not torch.isfinite(tensor.sum()) and not torch.isfinite(tensor).all():
+                return str(name)
+    return None
+
+
 def put_back(
     state: dict[str, Any], module: nn.Module, optimizer: torch.optim.Optimizer, rank: int
 ) -> None:

@@ -32,6 +32,7 @@ VERBS: Final = {
     "status": "how runs stand, reconciled with Slurm",
     "logs": "what a run printed, by rank, attempt and node; --follow",
     "cancel": "ask runs to save and end",
+    "verify": "read a run's checkpoints and say which are what was committed",
     "nodes": "the nodes that your runs avoid; exclude and release them",
     "sync": "send metrics that only the run directories hold to MLflow",
 }

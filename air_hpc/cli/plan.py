@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from air_hpc.cli.composing import (
@@ -19,6 +20,7 @@ from air_hpc.cli.texts import UNKNOWN, duration, ratio, scaled, size
 from air_hpc.errors import EXIT_OK
 from air_hpc.plan.report import plan_json
 from air_hpc.plan.types import MESH_AXES
+from air_hpc.recovery.reliability import interval_s, mttf_s
 
 OPTIONS = (JSON, *CONFIG_OPTIONS)
 
@@ -85,7 +87,7 @@ def describe(task: Task) -> str:
                   f"= {plan.tokens_per_step:,} tokens a step; on each rank {plan.micro_batch_size} "
                   f"at once, {plan.accumulation_steps} times"),
         ("steps", f"{spec.train.steps:,} = {scaled(plan.tokens_per_step * spec.train.steps, '')} "
-                  f"tokens; saved every {spec.checkpoint.interval_steps} steps"),
+                  f"tokens; {saves_text(task)}"),
         ("memory/rank", _memory_total(memory.total_bytes, device)),
         ("  weights", size(memory.weights_bytes)),
         ("  gradients", size(memory.gradients_bytes)),
@@ -131,6 +133,27 @@ def peak_text(peak: float | None, source: str, precision: str) -> str:
     if peak is None:
         return f"{UNKNOWN} in {precision}: no MFU until it is measured"
     return f"{scaled(peak, 'FLOP/s')} dense in {precision} ({source})"
+
+
+def saves_text(task: Task) -> str:
+    """How often state is saved; where it is `auto`, from what."""
+    spec = task.spec.checkpoint
+    if spec.interval_steps != "auto":
+        return f"saved every {spec.interval_steps} steps"
+    rate, nodes = spec.failures_per_node_day, task.plan.nodes
+    bounds = f"{duration(spec.min_interval_s)} to {duration(spec.max_interval_s)}"
+    if rate is None:
+        every = interval_s(None, nodes, None, low_s=spec.min_interval_s, high_s=spec.max_interval_s)
+        return (
+            f"saved every {duration(every)}: the rate of failures is {UNKNOWN} "
+            "(checkpoint.failures_per_node_day)"
+        )
+    apart = mttf_s(nodes, rate)
+    apart_text = "never" if math.isinf(apart) else f"every {duration(apart)}"
+    return (
+        f"saved every {bounds}, as measured saves and {rate:g} failures a node and day say "
+        f"(this run: {apart_text})"
+    )
 
 
 def mfu_text(task: Task) -> str:

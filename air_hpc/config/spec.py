@@ -228,10 +228,15 @@ class CheckpointSpec:
     """When and how state is saved.
 
     Retention keeps the last `keep_last`, for ever each step that `keep_every_steps` divides, and
-    always the newest verified one.
+    always the newest verified one. With `interval_steps` auto a save comes when Young and Daly's
+    formula says so, from what saves are measured to take and `failures_per_node_day` (how often one
+    node of the site fails in a day; null: not known), in `min_interval_s` to `max_interval_s`.
     """
 
-    interval_steps: int = at_least(1, 100)
+    interval_steps: int | Auto = at_least(1, 100)
+    failures_per_node_day: float | None = at_least(0, None)
+    min_interval_s: float = above(0, 60.0)
+    max_interval_s: float = above(0, 3600.0)
     keep_last: int = at_least(1, 2)
     keep_every_steps: int | None = at_least(1, None)
     asynchronous: bool = True

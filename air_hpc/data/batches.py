@@ -3,10 +3,15 @@
 Sample i is the window of sequence_length + 1 tokens that begins at i · sequence_length: inputs are
 its first, targets its last sequence_length tokens, so each token but the first is a target once an
 epoch. `step_batch` is a function of the step alone; there is no iterator state to save or lose.
+
+A run that was rolled back steps over the batches that led it astray. Those ranges only move which
+batch a step takes (`batch_of_step`); the order of what is left stays, and steps before the first
+range keep their batches, so a checkpoint needs to know nothing of them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,10 +33,35 @@ class BatchShape:
     ranks: int
 
 
-class Batches:
-    """The batches of one data-parallel rank."""
+def batch_of_step(step: int, skipped: Sequence[tuple[int, int]] = ()) -> int:
+    """The batch of the run's order that `step` trains on (0 is the first of both).
 
-    def __init__(self, stream: TokenStream, shape: BatchShape, seed: int) -> None:
+    It is the `step`-th of the batches in none of the ranges `skipped` (first, last), which may
+    overlap, touch, and come in any order.
+    """
+    batch = step
+    passed = -1
+    for first, last in sorted(skipped):
+        if first > batch:
+            break
+        # What an earlier range passed over already is not passed over twice.
+        first = max(first, passed + 1)
+        if last >= first:
+            batch += last - first + 1
+            passed = last
+    return batch
+
+
+class Batches:
+    """The batches of one data-parallel rank; those in a `skipped` range are stepped over."""
+
+    def __init__(
+        self,
+        stream: TokenStream,
+        shape: BatchShape,
+        seed: int,
+        skipped: Sequence[tuple[int, int]] = (),
+    ) -> None:
         samples = (stream.tokens - 1) // shape.sequence_length
         if samples < 1:
             raise BadInput.single(
@@ -43,12 +73,18 @@ class Batches:
         self.stream = stream
         self.shape = shape
         self.order = SampleOrder(samples, seed)
+        self.skipped = tuple(skipped)
+
+    def batch_at(self, step: int) -> int:
+        """Which batch of the run's order step `step` trains on (0 is the first of both)."""
+        return batch_of_step(step, self.skipped)
 
     def step_batch(self, step: int) -> npt.NDArray[np.int64]:
         """Tokens of step `step`: (accumulation, micro-batch, sequence_length + 1)."""
         shape = self.shape
+        batch = self.batch_at(step)
         indices = rank_indices(
-            step, shape.global_batch_size, shape.rank, shape.ranks, shape.accumulation_steps
+            batch, shape.global_batch_size, shape.rank, shape.ranks, shape.accumulation_steps
         )
         samples = self.order.samples_at(indices)
         length = shape.sequence_length
@@ -56,5 +92,5 @@ class Batches:
         return np.stack(rows).reshape(*samples.shape, length + 1)
 
     def epoch_at(self, step: int) -> float:
-        """How many passes over the data are done before step `step` begins."""
-        return step * self.shape.global_batch_size / self.order.samples
+        """How far in its passes over the data the run is before step `step` begins."""
+        return self.batch_at(step) * self.shape.global_batch_size / self.order.samples

@@ -188,6 +188,17 @@ def _time_limit(spec: RunSpec) -> Iterable[Problem]:
         )
 
 
+def _save_interval(spec: RunSpec) -> Iterable[Problem]:
+    low_s, high_s = spec.checkpoint.min_interval_s, spec.checkpoint.max_interval_s
+    if low_s > high_s:
+        yield Problem(
+            "checkpoint.min_interval_s",
+            f"{low_s:g}",
+            f"above checkpoint.max_interval_s {high_s:g}",
+            f"at most {high_s:g}",
+        )
+
+
 def _heartbeat(spec: RunSpec) -> Iterable[Problem]:
     recovery = spec.recovery
     if recovery.heartbeat_timeout_s <= recovery.heartbeat_interval_s:
@@ -346,6 +357,7 @@ RULES: tuple[Rule, ...] = (
     Rule(("accelerator",), _accelerator_figures),
     Rule(("schedule", "train.steps"), _schedule),
     Rule(("launch.time_limit_min", "launch.lead_s"), _time_limit),
+    Rule(("checkpoint",), _save_interval),
     Rule(_DEADLINES, _heartbeat),
     Rule((*_DEADLINES, "recovery.hang"), _hang_limits),
     Rule((*_POLICY, "launch.nodes"), _restart),

@@ -43,9 +43,11 @@ class Kind(StrEnum):
     CHECKPOINT_BEGUN = "checkpoint_begun"
     """step: the ranks begin to write a checkpoint."""
     CHECKPOINT_COMMITTED = "checkpoint_committed"
-    """step, bytes, blocking_s, duration_s, started (wall clock of the state saved)."""
+    """step, bytes, blocking_s, duration_s, started (wall clock of the state saved); interval_s,
+    the seconds between two saves in force then, where it is `auto`."""
     CHECKPOINT_FAILED = "checkpoint_failed"
-    """step, reason: a save that did not commit; training goes on."""
+    """step, reason: a save that did not commit; training goes on. removed_step: the checkpoint that
+    went to make room on a full disk, after which the save was tried again (tried_again)."""
     CHECKPOINT_BAD = "checkpoint_bad"
     """step, reason: a committed checkpoint that does not verify or load; never used again."""
     SIGNAL = "signal"

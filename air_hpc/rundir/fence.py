@@ -15,6 +15,7 @@ void however the instructions interleave.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -103,12 +104,20 @@ def still_newest(run: RunDir, token: Token) -> bool:
     """Whether `token` is the highest one, as the file server sees it now.
 
     A directory is made and removed first: that changes the directory's attributes, so that a
-    network file system's client drops what it had cached of its names before they are listed.
+    network file system's client drops what it had cached of its names before they are listed. On a
+    full disk, where nothing can be made, the directory's time is set instead: who makes room must
+    know whether the run is its own.
     """
     probe = run.tokens_dir / f".probe-{secrets.token_hex(4)}"
-    probe.mkdir(mode=0o700)
-    with contextlib.suppress(FileNotFoundError):
-        probe.rmdir()
+    try:
+        probe.mkdir(mode=0o700)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        os.utime(run.tokens_dir)
+    else:
+        with contextlib.suppress(FileNotFoundError):
+            probe.rmdir()
     return newest_token(run) == token
 
 

@@ -71,6 +71,28 @@ def retire(
     return sorted(doomed)
 
 
+def make_room(
+    run: RunDir, token: Token, *, keep_every_steps: int | None = None, verified: int | None = None
+) -> int | None:
+    """Remove one checkpoint for a save that found the disk full; its step, or None.
+
+    First one that is of no use (bad, or void), then the oldest that retention could spare with
+    `keep_last=1`: the newest usable one, the verified one and those kept for ever stay, so a run
+    that has a checkpoint keeps one. Raises Fenced when this token is no longer the newest.
+    """
+    require_newest(run, token)
+    fsync_dir(run.checkpoints_dir)
+    usable = committed_steps(run)
+    refuse = sorted(step for step, path in step_dirs(run) if _is_refuse(run, path))
+    spared = steps_to_retire(
+        usable, keep_last=1, keep_every_steps=keep_every_steps, verified=verified
+    )
+    for step in [*refuse, *sorted(spared)][:1]:
+        remove_unless_newer(checkpoint_path(run, step), token)
+        return step
+    return None
+
+
 def _is_refuse(run: RunDir, path: Path) -> bool:
     """Whether a checkpoint is marked bad or void; one that cannot be read now is neither."""
     with contextlib.suppress(CheckpointInvalid):

@@ -30,9 +30,9 @@ class Message(StrEnum):
     SAVE_BEGUN = "save_begun"
     """step (rank 0)."""
     COMMITTED = "committed"
-    """step, bytes, blocking_s, duration_s, started (rank 0)."""
+    """step, bytes, blocking_s, duration_s, started; interval_s where it is `auto` (rank 0)."""
     SAVE_FAILED = "save_failed"
-    """step, reason (rank 0)."""
+    """step, reason, removed_step (to make room on a full disk), tried_again (rank 0)."""
     CHECKPOINT_BAD = "checkpoint_bad"
     """step, reason: not verified or not loadable (rank 0)."""
     MEASURED = "measured"
@@ -50,7 +50,8 @@ class Message(StrEnum):
     INSPECTED = "inspected"
     """question, groups, stacks: the answer of the worker's own thread to INSPECT (every rank)."""
     ERROR = "error"
-    """type, message, traceback, failure_class: why the worker ends."""
+    """type, message, traceback, failure_class: why the worker ends; `facts` of a loss that
+    diverged: action, reason, bad_step, from_step, first_batch, last_batch."""
 
 
 _SHORTEST = 64

@@ -298,13 +298,15 @@ class Session:
         started: float,
         blocking_s: float,
         duration_s: float,
+        told: Mapping[str, Any] | None = None,
     ) -> Checkpoint:
         """Commit what all ranks wrote (rank 0 calls, from any thread).
 
         The metrics up to this step, written by `begin_save`, become durable first.
 
         `started` is the wall-clock time of the state saved, `blocking_s` how long training stood
-        still, `duration_s` how long the save took. Raises as `rundir.commit.commit_save`.
+        still, `duration_s` how long the save took; `told` goes with them to the ledger. Raises as
+        `rundir.commit.commit_save`.
         """
         self.require_lease()
         if self._spool is not None:
@@ -317,6 +319,7 @@ class Session:
             started=started,
             blocking_s=blocking_s,
             duration_s=duration_s,
+            **(told or {}),
         )
         return checkpoint
 
@@ -349,9 +352,15 @@ class Session:
         self._leave(Message.FINISHED, step=step)
 
     def failed(
-        self, error: BaseException, *, traceback: str, failure_class: str = "unknown"
+        self,
+        error: BaseException,
+        *,
+        traceback: str,
+        failure_class: str = "unknown",
+        facts: Mapping[str, Any] | None = None,
     ) -> None:
-        """This worker ends with an error; the text goes to the ledger."""
+        """This worker ends with an error; the text goes to the ledger, with `facts` where the
+        coordinator needs more than the class to decide."""
         self._leave(
             Message.ERROR,
             type=type(error).__name__,
@@ -359,6 +368,7 @@ class Session:
             traceback=traceback,
             failure_class=failure_class,
             step=self._page.read(Word.DONE_STEP),
+            **({} if facts is None else {"facts": dict(facts)}),
         )
 
     def _leave(self, kind: Message, **facts: Any) -> None:

@@ -5,8 +5,14 @@ steps". A step is: begin it with the session, micro-batches forward and backward
 end it. Between two steps lie at most a save and, every `log_interval_steps`, one small reduction
 for the global loss; nothing else touches the network or the file system.
 
-The loop ends in one of three ways, each with its last state saved while all wait for it: all steps
-are done (FINISHED), a stop was agreed on (STOPPED), or an exception, which is the caller's.
+A loss guard looks at what is there anyway, the gradient's norm and the logged loss. On a CPU, and
+where it may leave a batch out, before the optimizer steps; else, so that a GPU is not waited for,
+at a log step after it, and between log steps once the next step's work is queued. Never later than
+a save.
+
+The loop ends in one of three ways, the first two with the last state saved while all wait for it:
+all steps are done (FINISHED), a stop was agreed on (STOPPED), or an exception, which is the
+caller's.
 """
 
 from __future__ import annotations
@@ -16,13 +22,13 @@ from dataclasses import asdict, dataclass
 
 import torch
 
+from air_hpc.checkpoint.interval import SaveTimer
 from air_hpc.checkpoint.loader import resume
 from air_hpc.checkpoint.ranks import Ranks
-from air_hpc.checkpoint.saver import Saver
+from air_hpc.checkpoint.saver import SaveOutcome, Saver, SavesFail
 from air_hpc.checkpoint.state import Facts, Identity, seed_generators, share_of, training_state
 from air_hpc.config.spec import RunSpec
 from air_hpc.data.batches import Batches
-from air_hpc.errors import EnvironmentFailure
 from air_hpc.models.llama import next_token_loss
 from air_hpc.parallel.reduce import clip_gradients, gradient_norm, mean_over_data_ranks
 from air_hpc.parallel.world import World
@@ -32,11 +38,30 @@ from air_hpc.plan.types import Plan
 from air_hpc.rundir.spool import LOSS, TOKENS_PER_S
 from air_hpc.session.session import Session
 from air_hpc.train.compute_time import compute_clock
+from air_hpc.train.guard import Guard
 from air_hpc.train.optimizer import build_optimizer, learning_rate, set_learning_rate
 from air_hpc.train.rates import StepMeter, rates
 from air_hpc.train.setup import attention_backends, open_batches, set_determinism
+from air_hpc.train.watch import LossWatch
 
 SAY_INTERVAL_S = 10.0
+LAST_TRIES = 5
+"""To save the state after the last step: it is the run's result."""
+LAST_PAUSE_S = 1.0
+"""After the first of them; twice as long after each other one."""
+STOP_TRIES = 2
+"""To save the state at a stop, whose grace is short."""
+_GUARD = "guard"
+"""The fact of a manifest that holds the guard's state."""
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What was read of a step, None where it was not; whether the optimizer is to step."""
+
+    loss: float | None = None
+    norm: float | None = None
+    updates: bool = True
 
 
 @dataclass(frozen=True)
@@ -84,11 +109,17 @@ class Trainer:
         self._computed_steps = 0
         self._compute = compute_clock(world.device)
         self._said = 0.0
+        self._due_step: int | None = None
+        self._step_time_s: float | None = None
         with session.phase("load"):
             self._resume()
 
     def run(self) -> Ended:
-        """Train to the end or to the agreed stop. The session is told nothing of the end yet."""
+        """Train to the end or to the agreed stop. The session is told nothing of the end yet.
+
+        Raises LossDiverged where the guard asks for it, and SavesFail where all steps are done and
+        the last state could not be saved.
+        """
         saver = self._saver
         last = self.spec.train.steps
         meter = StepMeter()
@@ -96,6 +127,7 @@ class Trainer:
         try:
             with attention_backends(self.spec.train.deterministic, self.world.device):
                 while self.step < last and self.session.begin_step(self.step + 1):
+                    saver.check()
                     self._train_step(saver, meter)
             self._save_last(saver, finished=self.step >= last)
         except BaseException:
@@ -115,31 +147,40 @@ class Trainer:
         )
         set_learning_rate(self.optimizer, rate)
         loss = self._forward_backward()
+        self._watch.look_back()
         logs = step % self.spec.train.log_interval_steps == 0 or step == self.spec.train.steps
         norm = None
         if self.spec.optimizer.grad_clip is not None:
             norm = clip_gradients(self.parameters, self.spec.optimizer.grad_clip)
         elif logs:
             norm = gradient_norm(self.parameters)
-        self.optimizer.step()
+        early = self._guard.decides_early or self._numbers_are_at_hand()
+        seen = self._look(step, norm, loss, logs=logs) if early else _Seen()
+        if seen.updates:
+            self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.step = step
         meter.count()
         self._computed_steps += 1
-        saves = step % self.spec.checkpoint.interval_steps == 0 and step < self.spec.train.steps
-        if logs or saves:
+        pauses = logs or self._save_is_due(step)
+        if pauses:
             # What follows the ranks do not do alike, or together.
             self._compute.stop()
+        if not early and logs:
+            seen = self._look(step, norm, loss, logs=True)
+        elif not early and norm is not None:
+            self._watch.look_later(step, norm)
         metrics: dict[str, float] = {}
-        if logs:
-            metrics[LOSS] = float(mean_over_data_ranks(loss, self.world))
+        if seen.loss is not None:
+            metrics[LOSS] = seen.loss
             metrics["train/lr"] = rate
-            if norm is not None:
-                metrics["train/grad_norm"] = float(norm)
+            if seen.norm is not None:
+                metrics["train/grad_norm"] = seen.norm
             metrics["train/epoch"] = self.batches.epoch_at(step)
             metrics["train/tokens"] = float(step * self.plan.tokens_per_step)
             step_time_s = meter.step_time_s(saver.blocked_s)
             if step_time_s is not None:
+                self._step_time_s = step_time_s
                 metrics |= rates(
                     step_time_s,
                     self.plan.tokens_per_step,
@@ -151,10 +192,40 @@ class Trainer:
             self._say(step, metrics)
         if logs and self._compute.total_ns is not None:
             self.session.computed(self._compute.total_ns, self._computed_steps)
-        if saves:
-            saver.save(step, self._state())
-        if logs or saves:
+        if self._save_is_due(step) and step < self.spec.train.steps:
+            self._save(saver)
+        if pauses:
             self._compute.start()
+
+    def _look(
+        self, step: int, norm: torch.Tensor | None, loss: torch.Tensor, *, logs: bool
+    ) -> _Seen:
+        """Read the numbers of a step, let the guard judge them, and hear when to save."""
+        loss_value = None
+        if logs:
+            loss_value = self._reduced(step, loss)
+        norm_value = None if norm is None else float(norm)
+        updates = self._watch.look(step, norm_value, loss_value)
+        return _Seen(loss_value, norm_value, updates)
+
+    def _numbers_are_at_hand(self) -> bool:
+        """Whether reading a number off the device waits for nothing."""
+        return self.world.device.type == "cpu"
+
+    def _reduced(self, step: int, loss: torch.Tensor) -> float:
+        """The mean loss over the ranks; with it comes rank 0's word on when to save, if needed."""
+        if self.spec.checkpoint.interval_steps != "auto":
+            return float(mean_over_data_ranks(loss, self.world))
+        vote = 0
+        if self.session.is_first:
+            vote = self._timer.vote(self._step_time_s, self.spec.train.log_interval_steps)
+        # All ranks are data-parallel ones (parallel.world), so the mean is 1/n of rank 0's word.
+        pair = torch.stack((loss, torch.full_like(loss, float(vote))))
+        mean, share = mean_over_data_ranks(pair, self.world).tolist()
+        told = round(share * self.world.data_ranks)
+        if told:
+            self._due_step = step + told - 1
+        return float(mean)
 
     def _say(self, step: int, metrics: dict[str, float]) -> None:
         """A line for people in rank 0's log, at most one in SAY_INTERVAL_S but for the last."""
@@ -185,7 +256,15 @@ class Trainer:
     # -- before and after ------------------------------------------------------------------------
 
     def _open_data(self) -> tuple[Batches, str]:
-        return open_batches(self.spec, self.plan, self.session.run, self.world, self.ranks)
+        session = self.session
+        return open_batches(
+            self.spec,
+            self.plan,
+            session.run,
+            self.world,
+            self.ranks,
+            session.env.skipped_batches,
+        )
 
     def _build(self) -> Spread:
         options = WrapOptions(
@@ -211,6 +290,11 @@ class Trainer:
         resumed = resume(self.session, self.ranks, module, self.optimizer, self.identity)
         if resumed is not None:
             self.step = resumed.step
+        self._guard = Guard(
+            self.spec.train.guard,
+            rollbacks=len(self.session.env.skipped_batches),
+            facts=None if resumed is None else resumed.facts.get(_GUARD),
+        )
         facts = Facts(
             identity=self.identity,
             config_hash=config_hash(self.spec, self.plan),
@@ -226,6 +310,27 @@ class Trainer:
             asdict(facts),
             verified=None if resumed is None else resumed.step,
         )
+        self._watch = LossWatch(self.session, self._guard, self.batches, self._saver)
+        self._timer = SaveTimer(self.spec.checkpoint, self.plan.nodes)
+
+    # -- saves -----------------------------------------------------------------------------------
+
+    def _save_is_due(self, step: int) -> bool:
+        every = self.spec.checkpoint.interval_steps
+        return step == self._due_step if every == "auto" else step % every == 0
+
+    def _save(self, saver: Saver, *, wait: bool = False) -> SaveOutcome | None:
+        """Save the present step, once nothing is known against it or the save before."""
+        self._watch.look_back()
+        self._watch.hear_save(saver.wait())
+        told = {}
+        if self.spec.checkpoint.interval_steps == "auto":
+            told["interval_s"] = self._timer.interval_s
+        facts = {_GUARD: self._watch.facts}
+        outcome = saver.save(self.step, self._state(), facts=facts, told=told, wait=wait)
+        self._timer.saved(saver.last_blocking_s or 0.0)
+        self._watch.hear_save(outcome)
+        return outcome
 
     def _state(self) -> dict[str, object]:
         world = self.world
@@ -233,16 +338,33 @@ class Trainer:
         return share_of(state, world.rank, world.world_size)
 
     def _save_last(self, saver: Saver, *, finished: bool) -> None:
-        """Save the present step if it is not saved yet, and once more if that fails.
+        """Save the present step if it is not saved yet, again if that fails, and again.
 
-        A run that has done all its steps goes on trying until the saver gives up: its result would
-        be lost. A stop leaves with what it has, inside its grace.
+        A stop leaves with what it has, inside its grace. A run that has done all its steps would
+        lose its result: it tries longer, and raises SavesFail (LossDiverged, where the state holds
+        a NaN or Inf and no try can help).
         """
-        saver.wait()
-        tries = 0
-        while saver.newest_step != self.step and self.step > 0 and (finished or tries < 2):
-            tries += 1
-            saver.save(self.step, self._state(), wait=True)
+        self._watch.look_back()
+        self._watch.hear_save(saver.wait())
+        outcome: SaveOutcome | None = None
+        for number in range(LAST_TRIES if finished else STOP_TRIES):
+            if self.step in (0, saver.newest_step):
+                return
+            if number and finished:
+                time.sleep(LAST_PAUSE_S * 2 ** (number - 1))
+            outcome = self._save(saver, wait=True)
+            if outcome is not None and outcome.not_finite:
+                break  # no other try would find another state
+        if not finished or outcome is None or self.step == saver.newest_step:
+            return
+        if outcome.not_finite:
+            raise self._watch.lost_state(outcome)
+        raise SavesFail(
+            f"the state after the last step {self.step} could not be saved in {LAST_TRIES} tries: "
+            f"{outcome.reason}",
+            tried=str(self.session.run.checkpoints_dir),
+            next_step="free space or quota there; the run resumes from its newest checkpoint",
+        )
 
 
 def train(
@@ -254,14 +376,12 @@ def train(
 ) -> Ended:
     """Train a run on this worker and tell its session how it ended.
 
-    Raises EnvironmentFailure where all steps are done but the result could not be saved.
+    Raises as `Trainer.run`.
     """
     ended = Trainer(session, spec, plan, world, peak_flops_per_device).run()
     with session.phase("finish"):
         if not ended.finished:
             session.stopped(ended.step, saved=ended.saved)
-        elif ended.saved:
-            session.finished(ended.step)
         else:
-            raise EnvironmentFailure(f"the state after the last step {ended.step} was not saved")
+            session.finished(ended.step)
     return ended

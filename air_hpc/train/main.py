@@ -22,6 +22,7 @@ from air_hpc.rundir.fence import Fenced
 from air_hpc.rundir.words import FailureClass
 from air_hpc.session.messages import Message
 from air_hpc.session.session import Session
+from air_hpc.train.guard import LossDiverged
 
 _LOST_PEER = (
     "Connection closed by peer",
@@ -209,7 +210,8 @@ def _leave(session: Session, error: BaseException) -> NoReturn:
     code = error.exit_code if isinstance(error, AirHpcError) else 1
     try:
         failure_class = classify(error)
-        session.failed(error, traceback=text, failure_class=failure_class.value)
+        facts = error.facts if isinstance(error, LossDiverged) else None
+        session.failed(error, traceback=text, failure_class=failure_class.value, facts=facts)
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -227,6 +229,7 @@ def classify(error: BaseException) -> FailureClass:
             return failure_class
     by_type: list[tuple[type[BaseException], FailureClass]] = [
         (Fenced, FailureClass.FENCED),
+        (LossDiverged, FailureClass.DIVERGED),
         (CheckpointUnreadable, FailureClass.STORAGE),
         (BadInput, FailureClass.USER_ERROR),
         (EnvironmentFailure, FailureClass.ENVIRONMENT),

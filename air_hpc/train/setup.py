@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -64,9 +64,17 @@ def data_cache_dir(spec: RunSpec, run: RunDir) -> Path:
 
 
 def open_batches(
-    spec: RunSpec, plan: Plan, run: RunDir, world: World, ranks: Ranks
+    spec: RunSpec,
+    plan: Plan,
+    run: RunDir,
+    world: World,
+    ranks: Ranks,
+    skipped: Sequence[tuple[int, int]] = (),
 ) -> tuple[Batches, str]:
     """This rank's batches and the digest of the data. Collective: rank 0 looks and builds.
+
+    `skipped` are the ranges of batches that rollbacks stepped over.
+
 
     Raises EnvironmentFailure on all ranks where the data cannot be built, and where a rank does
     not see what rank 0 built; BadInput where the data does not fit the model.
@@ -104,4 +112,4 @@ def open_batches(
         rank=world.data_rank,
         ranks=world.data_ranks,
     )
-    return Batches(TokenStream(folder, index), shape, spec.train.seed), index.digest
+    return Batches(TokenStream(folder, index), shape, spec.train.seed, skipped), index.digest

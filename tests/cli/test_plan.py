@@ -28,6 +28,16 @@ def test_the_text_says_what_is_unknown_and_both_conventions(tmp_path: Path) -> N
     assert "activations" in text
 
 
+def test_an_automatic_interval_says_what_it_goes_by(tmp_path: Path) -> None:
+    auto = "checkpoint.interval_steps=auto"
+    text = air_hpc("plan", *BIG, auto, cwd=tmp_path).stdout
+    assert "saved every 10 min 00 s: the rate of failures is unknown" in text
+    text = air_hpc(
+        "plan", *BIG, auto, "checkpoint.failures_per_node_day=0.0065", cwd=tmp_path
+    ).stdout
+    assert "saved every 1 min 00 s to 1 h 00 min, as measured saves and 0.0065 failures" in text
+
+
 def test_a_plan_for_many_nodes_is_made_on_one_machine_without_a_warning(tmp_path: Path) -> None:
     done = air_hpc("plan", *BIG[1:], cwd=tmp_path)
     assert done.returncode == 0

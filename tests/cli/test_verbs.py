@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from air_hpc.rundir.commit import committed_steps
 from air_hpc.rundir.events import Kind
 from air_hpc.rundir.fence import Token
 from tests.cli.commands import ROOT, air_hpc, environ, json_of
+from tests.run_builder import commit_steps
 from tests.runs.made import MadeRun, ToldSlurm, queued
 
 
@@ -78,6 +80,24 @@ def test_cancel_a_sweep(tmp_path: Path, slurm: ToldSlurm) -> None:
     assert slurm.calls("scancel") == ["scancel --quiet 100_0 100_1"]
     again = air_hpc("cancel", "tiny-0", cwd=tmp_path, env=slurm.environ)
     assert (again.returncode, "has ended already (CANCELLED)" in again.stdout) == (0, True)
+
+
+def test_verify_says_what_is_bad_marks_it_and_where_the_run_would_go_on(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path / "runs", "tiny-a")
+    commit_steps(run.dir, 10, 20)
+    whole = air_hpc("verify", "latest", cwd=tmp_path)
+    assert (whole.returncode, whole.stdout.splitlines()[-1]) == (0, "resumes from: 20")
+    (run.dir.checkpoints_dir / "step-20" / "shard").write_bytes(b"stats")
+    body = json_of(air_hpc("verify", "tiny-a", "--json", cwd=tmp_path))
+    assert [(c["step"], c["state"]) for c in body["checkpoints"]] == [(20, "bad"), (10, "good")]
+    assert (body["resume_step"], body["marked"]) == (10, [])
+    one = air_hpc("verify", "tiny-a", "--step", "10", cwd=tmp_path)
+    assert (one.returncode, "resumes" in one.stdout) == (0, False)
+    assert committed_steps(run.dir) == [20, 10]
+    marked = air_hpc("verify", "tiny-a", "--mark", cwd=tmp_path)
+    assert (marked.returncode, "marked: 20" in marked.stdout) == (1, True)
+    assert committed_steps(run.dir) == [10]
+    assert "takes one run" in air_hpc("verify", cwd=tmp_path).stderr
 
 
 def test_bash_completes_verbs_runs_options_and_overrides(tmp_path: Path) -> None:

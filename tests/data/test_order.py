@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from air_hpc.data.batches import batch_of_step
 from air_hpc.data.order import SampleOrder, permute, rank_indices
 
 
@@ -72,3 +73,38 @@ def test_the_order_never_changes_between_versions() -> None:
 def test_a_batch_that_does_not_divide_is_refused() -> None:
     with pytest.raises(ValueError, match="8 does not divide by 3 ranks x 1"):
         rank_indices(0, 8, 0, 3, 1)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 30), st.integers(0, 40)), max_size=6),
+    st.integers(0, 40),
+)
+def test_steps_take_the_batches_that_no_rollback_stepped_over_each_once(
+    ranges: list[tuple[int, int]], steps: int
+) -> None:
+    skipped = {batch for first, last in ranges for batch in range(first, last + 1)}
+    left = [batch for batch in range(200) if batch not in skipped]
+    assert [batch_of_step(step, ranges) for step in range(steps)] == left[:steps]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 15), st.integers(0, 6)), max_size=4), st.data())
+def test_a_run_rolled_back_any_number_of_times_trains_on_what_is_left_once(
+    windows: list[tuple[int, int]], data: st.DataObject
+) -> None:
+    """As a worker and its coordinator do it: from a checkpoint on, over the batches since."""
+    ranges: list[tuple[int, int]] = []
+    trained: list[int] = []
+    for ahead, width in windows:
+        saved = len(trained) + ahead
+        trained += [batch_of_step(step, ranges) for step in range(len(trained), saved)]
+        bad = [batch_of_step(step, ranges) for step in range(saved, saved + width + 1)]
+        ranges.append((bad[0], bad[-1]))
+        # The checkpoint that is loaded in the end may be an older one: its steps stay as they were.
+        back = data.draw(st.integers(0, saved))
+        assert [batch_of_step(step, ranges) for step in range(back, saved)] == trained[back:]
+        trained = trained[:back]
+    trained += [batch_of_step(step, ranges) for step in range(len(trained), 60)]
+    skipped = {batch for first, last in ranges for batch in range(first, last + 1)}
+    assert trained == [batch for batch in range(60 + len(skipped)) if batch not in skipped][:60]

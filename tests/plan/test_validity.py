@@ -43,6 +43,11 @@ def test_the_default_run_has_no_problem() -> None:
         (["model.vocab_size=255"], "model.vocab_size", "at least 256"),
         (["runs_dir='/a?b'"], "runs_dir", "without ? and #"),
         (["recovery.lease_s=5"], "recovery.lease_s", "above 5"),
+        (
+            ["checkpoint.interval_steps=auto", "checkpoint.max_interval_s=30"],
+            "checkpoint.min_interval_s",
+            "at most 30",
+        ),
         (["recovery.heartbeat_interval_s=5"], "recovery.heartbeat_timeout_s", "above 5"),
         (["recovery.hang.step_s=4"], "recovery.heartbeat_timeout_s", "below 4"),
         (["recovery.min_nodes=1"], "recovery.min_nodes", "set recovery.restart=elastic"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +27,7 @@ from air_hpc.rundir.commit import (
     committed_steps,
     digest_file,
     find_candidates,
+    inheritable,
     is_bad,
     mark_bad,
     read_checkpoint,
@@ -34,7 +37,7 @@ from air_hpc.rundir.commit import (
 )
 from air_hpc.rundir.fence import Fenced, Token, claim_next_attempt, record_inherited
 from air_hpc.rundir.layout import RunDir
-from air_hpc.rundir.retention import retire, steps_to_retire, sweep_leftovers
+from air_hpc.rundir.retention import make_room, retire, steps_to_retire, sweep_leftovers
 from tests.rundir.writers import SHARDS, attempt, newest, save, start
 
 
@@ -262,12 +265,63 @@ def test_the_checkpoint_that_was_verified_by_reading_outlives_newer_ones(run: Ru
     assert committed_steps(run) == [30, 10]
 
 
+def test_room_is_made_by_what_is_of_no_use_and_then_by_the_oldest_that_can_be_spared(
+    run: RunDir,
+) -> None:
+    attempt(run, saves=4, keep_last=9)
+    mark_bad(run, 30, "its load crashed")
+    token, _ = start(run)
+    save(run, token, 50)
+    wanted = {"keep_every_steps": 40, "verified": 20}
+    assert [make_room(run, token, **wanted) for _ in range(4)] == [30, 10, None, None]
+    assert committed_steps(run) == [50, 40, 20]
+    assert [make_room(run, token) for _ in range(4)] == [20, 40, None, None]
+    assert committed_steps(run) == [50]
+
+
+def test_room_can_be_made_where_not_even_a_directory_can(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempt(run, saves=2)
+    token, _ = start(run)
+
+    def full(path: Path, mode: int = 0o777) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr(Path, "mkdir", full)
+    assert make_room(run, token) == 10
+    with pytest.raises(Fenced):
+        make_room(run, Token(1, 1))
+    assert committed_steps(run) == [20]
+
+
+def test_a_fenced_owner_leaves_the_live_save_of_another_token_alone(run: RunDir) -> None:
+    """Also where it was stopped between its look at the token and what it then removes."""
+    attempt(run, saves=3, keep_last=9)
+    older, _ = start(run)
+    mine = begin_save(run, older, 40)
+    token = claim_next_attempt(run)
+    record_inherited(run, token, inheritable(find_candidates(run).usable))
+    theirs = begin_save(run, token, 40)
+    for name in SHARDS[-1:]:
+        write_file(theirs / name, b"abc")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("air_hpc.rundir.retention.require_newest", lambda run, token: None)
+        assert sweep_leftovers(run, older) == []
+        make_room(run, older, verified=20)
+    abort_save(mine)
+    done = commit_save(run, token, 40, {SHARDS[-1]: digest_file(theirs / SHARDS[-1])})
+    verify_fully(done)
+    assert committed_steps(run) == [40, 30, 20]
+
+
 def test_a_fenced_generation_removes_nothing(run: RunDir) -> None:
     attempt(run, saves=3, keep_last=9)
     claim_next_attempt(run)
     for removal in (
         lambda: retire(run, Token(1, 1), keep_last=1),
         lambda: sweep_leftovers(run, Token(1, 1)),
+        lambda: make_room(run, Token(1, 1)),
     ):
         with pytest.raises(Fenced):
             removal()

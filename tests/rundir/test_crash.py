@@ -12,7 +12,7 @@ from air_hpc.rundir.atomic import ASIDE_PREFIX
 from air_hpc.rundir.commit import find_candidates, mark_bad
 from air_hpc.rundir.layout import RunDir
 from tests.crash import Recorder, after_power_loss, intercept, run_killed
-from tests.rundir.writers import attempt, newest, save, start
+from tests.rundir.writers import attempt, attempt_on_a_full_disk, newest, save, start
 
 
 def _copies(run: RunDir) -> RunDir:
@@ -52,6 +52,11 @@ def test_a_kill_at_any_call_of_a_start_a_save_and_retention_never_goes_back(run:
     attempt(run, saves=2)
     calls = _crash_everywhere(run, lambda run: attempt(run, keep_last=1), before=20, after=30)
     assert calls > 50
+
+
+def test_a_kill_while_room_is_made_on_a_full_disk_never_goes_back(run: RunDir) -> None:
+    attempt(run, saves=3, keep_last=9)  # 10 is what goes
+    assert _crash_everywhere(run, attempt_on_a_full_disk, before=30, after=40) > 50
 
 
 def test_a_kill_while_a_bad_checkpoint_is_replaced_never_goes_back(run: RunDir) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from air_hpc.rundir.atomic import write_file
 from air_hpc.rundir.commit import (
     Checkpoint,
+    abort_save,
     begin_save,
     commit_save,
     digest_file,
@@ -16,7 +17,7 @@ from air_hpc.rundir.commit import (
 )
 from air_hpc.rundir.fence import Token, claim_next_attempt, record_inherited
 from air_hpc.rundir.layout import RunDir
-from air_hpc.rundir.retention import retire, sweep_leftovers
+from air_hpc.rundir.retention import make_room, retire, sweep_leftovers
 
 SHARDS = ("model/layers/rank-0.bin", "optimizer/rank-0.bin", "counters.json")
 
@@ -65,6 +66,18 @@ def attempt(
         saved(step)
         retire(run, token, keep_last=keep_last, verified=resumed or None)
     return steps
+
+
+def attempt_on_a_full_disk(run: RunDir) -> None:
+    """An attempt whose first save finds the disk full, and which makes room and tries again."""
+    token, resumed = start(run)
+    step = resumed + 10
+    folder = begin_save(run, token, step)
+    write_file(folder / "half.bin", b"as far as there was room")
+    abort_save(folder)
+    make_room(run, token)
+    save(run, token, step)
+    retire(run, token, keep_last=9, verified=resumed or None)
 
 
 def newest(run: RunDir) -> int:

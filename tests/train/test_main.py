@@ -14,6 +14,7 @@ from air_hpc.probes.ranks import DeviceUnfit, LinkUnfit
 from air_hpc.rundir.commit import CheckpointUnreadable
 from air_hpc.rundir.fence import Fenced
 from air_hpc.rundir.words import FailureClass
+from air_hpc.train.guard import LossDiverged
 from air_hpc.train.main import classify
 from air_hpc.train.setup import torch_warning
 
@@ -23,6 +24,7 @@ from air_hpc.train.setup import torch_warning
     [
         (Fenced("x"), FailureClass.FENCED),
         (SavesFail("x"), FailureClass.STORAGE),
+        (LossDiverged("x", {}), FailureClass.DIVERGED),
         (CheckpointUnreadable("x"), FailureClass.STORAGE),
         (NoUsableCheckpoint("x"), FailureClass.CHECKPOINT),
         (BadInput.single("a", 1, "x"), FailureClass.USER_ERROR),

@@ -211,6 +211,26 @@ def test_a_failing_worker_says_why_before_it_leaves(
     assert "Traceback" not in ended[1]
 
 
+def test_a_loss_that_diverges_is_told_with_the_batches_to_step_over(tmp_path: Path) -> None:
+    spec = small_spec(50)
+    spec = replace(spec, optimizer=replace(spec.optimizer, lr=1e35))
+    run = frozen_run(tmp_path, spec)
+    with started_worker(run) as worker:
+        heard = worker.messages_until("error")
+        code, said = worker.end()
+    alarm = next(message for message in heard if message["kind"] == "loss_alarm")
+    error = heard[-1]
+    assert (code, error["failure_class"]) == (1, "diverged")
+    facts = error["facts"]
+    assert facts["action"] == alarm["action"] == "rollback"
+    assert (facts["first_batch"], facts["last_batch"]) == (0, facts["bad_step"] - 1)
+    assert facts["from_step"] == 0
+    assert alarm["reason"] in error["message"]
+    assert "nan" in error["message"]
+    assert "Traceback" not in said
+    assert committed_steps(run) == []
+
+
 def test_a_worker_without_an_agent_says_so() -> None:
     env = {key: value for key, value in os.environ.items() if not key.startswith("AIR_HPC_")}
     done = subprocess.run(

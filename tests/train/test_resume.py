@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from air_hpc.config.spec import ModelSpec, OptimizerSpec, RunSpec
+from air_hpc.config.spec import CheckpointSpec, ModelSpec, OptimizerSpec, RunSpec
 from air_hpc.plan.types import Mesh, Plan
-from air_hpc.rundir.commit import committed_steps, find_candidates
+from air_hpc.rundir.commit import committed_steps, find_candidates, inheritable
+from air_hpc.rundir.fence import Token, claim, record_inherited
 from air_hpc.rundir.layout import RunDir
 from air_hpc.rundir.spool import effective_samples
 from air_hpc.train.loop import Ended
@@ -91,6 +92,31 @@ def test_a_corrupt_newest_checkpoint_is_passed_over_for_the_next_older(tmp_path:
     assert digests(hurt, STEPS) == digests(whole, STEPS)
 
 
+def test_a_restart_in_the_same_attempt_passes_over_what_was_truncated_corrupted_and_lost(
+    tmp_path: Path,
+) -> None:
+    """The harm comes after the coordinator looked: each is found by who reads it."""
+    spec = small_spec(13)
+    plan = plan_for(spec, Mesh(dp_replicate=2))
+    whole, hurt = make_run(tmp_path, "whole"), make_run(tmp_path, "hurt")
+    attempt(whole, spec, plan)
+    attempt(hurt, spec, plan, stop_after=12)
+    second = Token(1, 2)
+    claim(hurt, second)
+    usable = find_candidates(hurt).usable
+    record_inherited(hurt, second, inheritable(usable))
+    steps = tuple(checkpoint.step for checkpoint in usable)
+    assert steps == (12, 9, 6, 3)
+    shard = hurt.checkpoints_dir / "step-12" / "__0_0.distcp"
+    shard.write_bytes(shard.read_bytes()[:-100])
+    flip_a_byte(hurt.checkpoints_dir / "step-9" / "__1_0.distcp")
+    (hurt.checkpoints_dir / "step-6" / "__1_0.distcp").unlink()
+    ranks = run_ranks(2, train_ranks, str(hurt.path), str(second), spec, plan, steps)
+    assert all(ended.finished for ended in ranks)
+    assert curve(hurt) == curve(whole)
+    assert digests(hurt, 13) == digests(whole, 13)
+
+
 def test_a_run_whose_checkpoints_are_all_bad_does_not_begin_again(tmp_path: Path) -> None:
     spec = small_spec(3)
     plan = plan_for(spec, Mesh())
@@ -133,6 +159,41 @@ def test_a_checkpoint_loads_on_another_mesh(tmp_path: Path) -> None:
     attempt(moved, spec, plan_for(spec, Mesh(), 4), (6,))
     for step, (loss, norm) in curve(whole).items():
         assert curve(moved)[step] == pytest.approx((loss, norm), abs=2e-5), step
+
+
+@pytest.mark.parametrize("axis", ["dp_replicate", "dp_shard"])
+def test_a_run_goes_on_with_fewer_and_more_ranks_with_its_whole_state(
+    tmp_path: Path, axis: str
+) -> None:
+    """4, then 2, then 3 ranks, the global batch kept by accumulation; the optimizer is AdamW,
+    whose moments would tell. Sums over ranks are rounded in another order: 2e-4 of the loss."""
+    model = ModelSpec(dim=16, layers=2, heads=2, kv_heads=1, ffn_dim=32, vocab_size=256)
+    spec = small_spec(STEPS, model=model)
+    spec = replace(spec, train=replace(spec.train, global_batch_size=12))
+    whole, moved = make_run(tmp_path, "whole"), make_run(tmp_path, "moved")
+    attempt(whole, spec, plan_for(spec, Mesh(), 4))
+    attempt(moved, spec, plan_for(spec, Mesh(**{axis: 4}), 1), stop_after=3)
+    attempt(moved, spec, plan_for(spec, Mesh(**{axis: 2}), 2), (3,), stop_after=6)
+    attempt(moved, spec, plan_for(spec, Mesh(**{axis: 3}), 2), (6,))
+    assert list(curve(moved)) == list(range(1, STEPS + 1))
+    for step, (loss, norm) in curve(whole).items():
+        assert curve(moved)[step] == pytest.approx((loss, norm), rel=2e-4), step
+
+
+def test_an_automatic_interval_saves_at_one_step_on_all_ranks(tmp_path: Path) -> None:
+    """Every step lasts longer than the interval, so each log step is one to save at; the ranks
+    would wait for each other for ever if they did not agree."""
+    spec = small_spec(STEPS)
+    often = CheckpointSpec(
+        interval_steps="auto", min_interval_s=1e-6, max_interval_s=1e-6, keep_last=100
+    )
+    spec = replace(spec, checkpoint=often, train=replace(spec.train, log_interval_steps=2))
+    plan = plan_for(spec, Mesh(dp_replicate=2))
+    auto, fixed = make_run(tmp_path, "auto"), make_run(tmp_path, "fixed")
+    attempt(auto, spec, plan)
+    attempt(fixed, replace(spec, checkpoint=CheckpointSpec(interval_steps=100)), plan)
+    assert committed_steps(auto) == [9, 8, 6, 4, 2]
+    assert curve(auto) == curve(fixed)
 
 
 def flip_a_byte(path: Path) -> None:
