@@ -28,7 +28,7 @@ from air_hpc.errors import EXIT_DO_NOT_RESTART, EXIT_OK, EnvironmentFailure
 from air_hpc.placement.ranks import RankPlace, assign_ranks
 from air_hpc.plan.frozen import FrozenRun
 from air_hpc.recovery.decide import decide
-from air_hpc.recovery.evidence import Failure, GenerationEnd, WorkerEnd, first_failure
+from air_hpc.recovery.evidence import Classified, GenerationEnd, WorkerEnd
 from air_hpc.recovery.stop import Action, StopAgreement
 from air_hpc.rundir.atomic import make_dir
 from air_hpc.rundir.commit import find_candidates, inheritable, mark_bad
@@ -343,16 +343,8 @@ class Coordinator:
         if not new:  # every heartbeat repeats them
             return
         for facts in new:
-            end = WorkerEnd(
-                rank=facts["rank"],
-                node=node,
-                exit_status=facts["exit_status"],
-                phase=facts["phase"],
-                done_step=facts["done_step"],
-                last_words=facts["last_words"],
-                arrived=now,
-                killed_by_agent=self._killed_at is not None,
-            )
+            killed = self._killed_at is not None
+            end = WorkerEnd.from_report(facts, node, now, killed_by_agent=killed)
             self._ends[end.rank] = end
             kill_at = now + (GATHER_S if end.failed else LEAVE_S)
             self._kill_at = kill_at if self._kill_at is None else min(self._kill_at, kill_at)
@@ -478,25 +470,22 @@ class Coordinator:
             target=self._stop.target,
             committed=self._committed,
         )
-        failure = first_failure(end.workers)
-
-        def blame(failure_class: FailureClass, evidence: str) -> tuple[FailureClass, str]:
-            if failure is None or failure_class is not failure.failure_class:
-                return failure_class, evidence
-            return self._blame_checkpoint(failure)
-
-        self._ending.start(end, self._committed, blame)
+        self._ending.start(end, self._committed, self._blame_checkpoint)
         self._poll_ending()
 
-    def _blame_checkpoint(self, failure: Failure) -> tuple[FailureClass, str]:
+    def _blame_checkpoint(self, found: Classified) -> Classified:
         """A crash while loading makes the checkpoint suspect: the next start takes an older one."""
+        failure = found.failure
+        if failure is None or failure.failure_class is not found.failure_class:
+            return found
         blamable = failure.failure_class in (FailureClass.UNKNOWN, FailureClass.CHECKPOINT)
         loading = [step for step in self._resume_steps if step not in self._bad_steps]
         if failure.phase != "load" or not loading or not blamable:
-            return failure.failure_class, failure.evidence
+            return found
         reason = f"its load crashed: {failure.evidence}"
         self._condemn(loading[0], reason)
-        return FailureClass.CHECKPOINT, f"step-{loading[0]}: {reason}"
+        evidence = f"step-{loading[0]}: {reason}"
+        return Classified(FailureClass.CHECKPOINT, evidence, failure)
 
     def _condemn(self, step: int, reason: str) -> None:
         """Never resume from this checkpoint again."""

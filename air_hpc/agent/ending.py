@@ -24,7 +24,8 @@ from air_hpc.recovery.cause import (
     slurm_requeues_itself,
 )
 from air_hpc.recovery.decide import decide, failures_in_a_row
-from air_hpc.recovery.evidence import GenerationEnd, classify_generation
+from air_hpc.recovery.evidence import Classified, GenerationEnd, classify_generation
+from air_hpc.recovery.rules import RuleAction, RuleTable
 from air_hpc.rundir.atomic import write_atomic
 from air_hpc.rundir.events import Kind, read_ledger
 from air_hpc.rundir.fence import Token, still_newest
@@ -90,6 +91,7 @@ class Ending:
         self._context = context
         self._run = run
         self._spec = frozen.spec
+        self._rules = RuleTable.of(frozen.spec.recovery.rules)
         self._scheduler = scheduler
         self._token = token
         self._history = history
@@ -124,21 +126,22 @@ class Ending:
         self,
         end: GenerationEnd,
         committed: int | None,
-        blame: Callable[[FailureClass, str], tuple[FailureClass, str]],
+        blame: Callable[[Classified], Classified],
     ) -> None:
         """End as a generation ended. `blame` may turn the failure into its checkpoint's."""
 
         def conclude(word: SlurmWord | None) -> Outcome:
             cause = None if end.signal_name is None else self._cause(end.signal_name, word)
-            failure_class, evidence = blame(*classify_generation(end, cause))
+            found = blame(classify_generation(end, cause, self._rules, word))
             self._record(
                 Kind.GENERATION_ENDED,
-                failure_class=failure_class,
-                evidence=evidence,
                 step=end.step,
                 exits={str(worker.rank): worker.exit_status for worker in end.workers},
+                **found.facts(),
             )
-            return self._decide(word, failure_class, evidence, committed, end.step)
+            return self._decide(
+                word, found.failure_class, found.evidence, committed, end.step, action=found.action
+            )
 
         self._start(conclude, asks=not end.completed)
 
@@ -209,6 +212,7 @@ class Ending:
         step: int | None,
         *,
         unrecoverable: bool = False,
+        action: RuleAction | None = None,
     ) -> Outcome:
         if not self._is_newest():
             return self.fenced(evidence)
@@ -219,6 +223,7 @@ class Ending:
             self._spec.recovery,
             can_restart=self._spec.launch.continuation != "none",
             unrecoverable=unrecoverable,
+            action=action,
         )
         self._record(
             Kind.ATTEMPT_ENDED,

@@ -17,6 +17,7 @@ from air_hpc.agent.starters import Starter
 from air_hpc.agent.workers import GenerationStart, WorkerGroup
 from air_hpc.config.spec import RecoverySpec
 from air_hpc.errors import EXIT_ENVIRONMENT
+from air_hpc.recovery.rules import RuleTable
 from air_hpc.rundir.layout import RunDir
 from air_hpc.session.messages import RECORDED
 
@@ -55,6 +56,7 @@ class NodeAgent:
         self._context = context
         self._run = run
         self._recovery = recovery
+        self._rules = RuleTable.of(recovery.rules)
         self._uplink = uplink
         self._hello = hello
         self._starter = starter
@@ -116,6 +118,7 @@ class NodeAgent:
                 self._argv,
                 self._environ,
                 self._lease_until_ns(),
+                self._rules,
             )
         except OSError as error:
             self._uplink.send({"type": "start_failed", "reason": f"{error}"})

@@ -46,7 +46,8 @@ class Message(StrEnum):
     FINISHED = "finished"
     """step: all steps are done and saved."""
     ERROR = "error"
-    """type, message, traceback, failure_class: why the worker ends."""
+    """traceback, failure_class (null: the agent finds it), and the facts of
+    `session.failure.error_facts`: why the worker ends."""
 
 
 _SHORTEST = 64

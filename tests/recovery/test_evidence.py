@@ -65,7 +65,7 @@ def test_a_stop_before_the_first_step_names_no_step() -> None:
     left = end(0, 0, last_words={"kind": "stopped", "step": 500, "saved": True})
     stopped = GenerationEnd((left,), {}, signal_name="SIGTERM", target=0, committed=500)
     cause = Cause(FailureClass.PREEMPTED, "SIGTERM")
-    assert classify_generation(stopped, cause)[1] == "SIGTERM; stopped before a step began"
+    assert classify_generation(stopped, cause).evidence == "SIGTERM; stopped before a step began"
 
 
 def test_an_error_carries_its_class_and_text() -> None:
