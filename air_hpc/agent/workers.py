@@ -114,7 +114,9 @@ class Worker:
         would send theirs with every heartbeat. Of the log's last lines only those travel that a
         pattern of `rules` is found in."""
         words = self.last_words
-        found = rules.search_log(self._tail_text()) if rules is not None and self.exit_status else ()
+        found = (
+            rules.search_log(self._tail_text()) if rules is not None and self.exit_status else ()
+        )
         return {
             "rank": self.rank,
             "exit_status": self.exit_status,

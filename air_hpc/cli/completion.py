@@ -42,7 +42,7 @@ _air_hpc_complete() {
 complete -F _air_hpc_complete air_hpc python python3
 """
 
-_OF_RUNS = ("status", "logs", "cancel", "sync")
+_OF_RUNS = ("status", "why", "logs", "cancel", "sync")
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -120,7 +120,14 @@ def _build_class(
 def _build_entries(
     member: Member, cls: type[Any], values: Mapping[Any, Any], key: str, walk: _Walk
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The entries of a map of free names that are right, and what is unknown in them."""
+    """The entries of a map of free names that are right, and what is unknown in them.
+
+    The last table without a problem is kept: a sweep builds the same one for each of its tasks.
+    """
+    content = repr(values)
+    if _last_entries.get(cls, ("", {}))[0] == content:
+        return dict(_last_entries[cls][1]), {}
+    problems_before = len(walk.problems)
     entries: dict[str, Any] = {}
     unknown: dict[str, Any] = {}
     for name, value in values.items():
@@ -143,7 +150,12 @@ def _build_entries(
             entries[name] = None
         else:
             walk.report(below, value, "wrong type or value", member.allowed)
+    if len(walk.problems) == problems_before and not unknown:
+        _last_entries[cls] = content, dict(entries)
     return entries, unknown
+
+
+_last_entries: dict[type[Any], tuple[str, dict[str, Any]]] = {}
 
 
 def _convert_into(
