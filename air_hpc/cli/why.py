@@ -105,13 +105,15 @@ def headline(told: Why) -> str:
 
 
 def _failure(told: Why, end: EndTold, columns: int) -> list[str]:
-    title = "first"
+    title = "first" if end.failed else "ended"
     last = told.view.status.state in (RunState.RUNNING, RunState.FINISHED, RunState.STARTING)
     what = f"{end.failure_class}" + (f", by rule {end.rule}" if end.rule else "")
     if last:
         what += " (its newest failure; it went on)"
     lines = _pair(title, what, columns)
-    lines += _pair("where", _where(end), columns)
+    where = _where(end)
+    if where:
+        lines += _pair("where", where, columns)
     if end.time is not None:
         lines += _pair("when", _when(end), columns)
     if end.evidence:
@@ -121,11 +123,11 @@ def _failure(told: Why, end: EndTold, columns: int) -> list[str]:
     if told.log:
         lines += _pair("log", f"the last lines of rank {end.rank}:", columns)
         lines += [f"{'':{_LABEL}}| {line}"[:columns] for line in told.log]
-    if told.fit is not None:
-        lines += _pair("memory", told.fit.sentence(), columns)
     hint = hint_for(end)
     if hint:
         lines += _pair("hint", hint, columns)
+    if told.fit is not None:
+        lines += _pair("memory", told.fit.sentence(), columns)
     return lines
 
 
@@ -137,7 +139,7 @@ def _where(end: EndTold) -> str:
         parts.append(f"device {end.device}")
     if end.phase:
         parts.append(f"in phase {end.phase}")
-    return ", ".join(parts) or "not known"
+    return ", ".join(parts)
 
 
 def _when(end: EndTold) -> str:

@@ -419,7 +419,7 @@ def nearest_key(key: str, root: type[Any], others: Sequence[str] = ()) -> str:
     A name that is right but stands in the wrong section is found by its last part.
     """
     for prefix, cls in entry_maps(root).items():
-        name, dot, rest = key.removeprefix(f"{prefix}.").partition(".")
+        name, dot, _ = key.removeprefix(f"{prefix}.").partition(".")
         if key.startswith(f"{prefix}.") and dot:
             return nearest(key, [f"{prefix}.{name}.{below}" for below in fields_of(cls)])
     keys = leaf_keys(root)

@@ -296,6 +296,8 @@ class Classified:
     failure_class: FailureClass
     evidence: str
     failure: Failure | None = None
+    node: str | None = None
+    """The node that it was, where no worker's failure says so."""
 
     @classmethod
     def of(cls, failure: Failure) -> Self:
@@ -313,17 +315,16 @@ class Classified:
 
     def facts(self) -> dict[str, Any]:
         """For the ledger: class, evidence, and where the failure was first, by which rule."""
-        first = self.failure
-        known = first if self._by_rule else None
+        known = self.failure if self._by_rule else None
         return {
             "failure_class": self.failure_class,
             "evidence": self.evidence,
             "rule": None if known is None else known.rule,
             "hint": None if known is None or not known.hint else known.hint,
-            "rank": None if first is None else first.rank,
-            "node": None if first is None else first.node,
-            "device": None if first is None else first.device,
-            "phase": None if first is None else first.phase,
+            "rank": None if known is None else known.rank,
+            "node": self.node if known is None else known.node,
+            "device": None if known is None else known.device,
+            "phase": None if known is None else known.phase,
         }
 
 
@@ -353,7 +354,8 @@ def classify_generation(
     if failure is not None and (not silent or _comes_again(failure)):
         return Classified.of(failure)
     if silent:
-        return Classified(FailureClass.NODE_LOST, f"no word from {silent}", failure)
+        lost = min(end.silent)
+        return Classified(FailureClass.NODE_LOST, f"no word from {silent}", failure, lost)
     return Classified(FailureClass.UNKNOWN, "workers left without being asked to stop")
 
 

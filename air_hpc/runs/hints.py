@@ -24,8 +24,8 @@ _HINTS = {
     FailureClass.HOST_MEMORY: "Ask for more memory (launch.mem) or run fewer workers a node.",
     FailureClass.DEVICE_MEMORY: "It would run out again; change the plan.",
     FailureClass.DEVICE: "If it comes again on the same node, report the node.",
-    FailureClass.DATA: "The named shard cannot be read; restore it, or remove its folder to have it "
-    "built again.",
+    FailureClass.DATA: "The named shard cannot be read; restore it, or remove its folder to "
+    "have it built again.",
     FailureClass.DIVERGED: "The loss went wrong; look at train/loss, optimizer.lr and train.guard.",
     FailureClass.HANG: "The stacks of all workers tell where each stood; the one named was silent "
     "first.",

@@ -107,9 +107,9 @@ class Why:
         }
 
 
-def why(run: RunDir, *, ask_slurm: bool = True) -> Why:
-    """Why a run stands as it does."""
-    view = view_run(run, ask_slurm=ask_slurm)
+def why(run: RunDir, *, ask_slurm: bool = True, view: RunView | None = None) -> Why:
+    """Why a run stands as it does; `view` is its status where it is known already."""
+    view = view or view_run(run, ask_slurm=ask_slurm)
     ledger = read_ledger(run)
     frozen = _frozen(run)
     told = explain(ledger.events, view, frozen)
@@ -119,7 +119,7 @@ def why(run: RunDir, *, ask_slurm: bool = True) -> Why:
 def explain(events: Sequence[Event], view: RunView, frozen: FrozenRun | None = None) -> Why:
     """`why` without its log, from events and the status alone."""
     ends = _ends(events, view)
-    first = _first(ends)
+    first = _first(ends, view.status.state)
     fit = None
     if first is not None and first.failure_class is FailureClass.DEVICE_MEMORY and frozen:
         fit = what_fits(frozen.spec, frozen.plan)
@@ -132,22 +132,31 @@ def explain(events: Sequence[Event], view: RunView, frozen: FrozenRun | None = N
 
 def _ends(events: Sequence[Event], view: RunView) -> tuple[EndTold, ...]:
     told: dict[Token | None, EndTold] = {}
+    hangs: dict[Token | None, Event] = {}
     for event in events:
         if event.kind in (Kind.GENERATION_ENDED, Kind.ATTEMPT_ENDED):
             told[event.token] = _merged(told.get(event.token), _told(event))
-        elif event.kind == Kind.HANG_FOUND and event.token is not None:
-            stacks = _text(event.facts.get("stacks"))
-            before = told.get(event.token)
-            told[event.token] = replace(before or _silent(event.token), stacks=stacks)
-    ended = [end for end in told.values() if end.time is not None or end.evidence is not None]
+        elif event.kind == Kind.HANG_FOUND:
+            hangs.setdefault(event.token, event)
+    ended = [_with_hang(end, hangs.get(token)) for token, end in told.items()]
     ended += _wordless(events, set(told))
     ended.sort(key=lambda end: (end.time or 0.0, end.attempt or 0, end.generation or 0))
     costed = _costed(events, ended)
     return (*costed, *_told_elsewhere(view, costed))
 
 
-def _silent(token: Token) -> EndTold:
-    return EndTold(token.attempt, token.generation, None, FailureClass.UNKNOWN)
+def _with_hang(end: EndTold, found: Event | None) -> EndTold:
+    """An end by a hang, with the place and the stacks that were found before the kill."""
+    if found is None or end.failure_class is not FailureClass.HANG:
+        return end
+    facts = found.facts
+    return replace(
+        end,
+        rank=_whole(facts.get("rank")) if end.rank is None else end.rank,
+        node=end.node or _text(facts.get("node")),
+        phase=end.phase or _text(facts.get("phase")),
+        stacks=_text(facts.get("stacks")),
+    )
 
 
 def _told(event: Event) -> EndTold:
@@ -249,11 +258,20 @@ def _costed(events: Sequence[Event], ends: Sequence[EndTold]) -> list[EndTold]:
     return costed
 
 
-def _first(ends: Sequence[EndTold]) -> EndTold | None:
-    """The newest end that was a failure; one that says why before one that does not."""
+def _first(ends: Sequence[EndTold], state: RunState) -> EndTold | None:
+    """The newest end that was a failure, one that says why before one that does not.
+
+    Where nothing failed, what a run that stands still was ended by.
+    """
     failed = [end for end in ends if end.failed]
     said = [end for end in failed if end.evidence is not None]
-    return next(reversed(said or failed), None)
+    found = next(reversed(said or failed), None)
+    if found is None and state in _STANDING and ends:
+        return ends[-1]
+    return found
+
+
+_STANDING = (RunState.REQUEUED, RunState.CANCELLED, RunState.HELD, RunState.FAILED)
 
 
 # -- what comes next -------------------------------------------------------------------------------
@@ -305,7 +323,7 @@ def _notes(view: RunView, frozen: FrozenRun | None) -> Iterable[str]:
     if view.unreadable_lines:
         count = view.unreadable_lines
         lines = "line" if count == 1 else "lines"
-        yield f"{count} {lines} of the ledger could not be read; what stands here is from the others"
+        yield f"{count} {lines} of the ledger could not be read; the others are what is told here"
     if frozen is None:
         yield "run.yaml could not be read"
     if view.status.bad_steps:

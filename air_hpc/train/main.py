@@ -2,8 +2,9 @@
 
 Exit code 0: all steps done, or stopped as agreed with the state saved. Everything else is a
 failure, told to the agent with its facts before the process leaves; the agent finds its class (but
-for errors of this project's own, which have one) and decides what comes of it. A failing worker leaves by `os._exit`: a background save may be waiting for a rank that
-will not answer, and must not hold the process.
+for errors of this project's own, which have one) and decides what comes of it. A failing worker
+leaves by `os._exit`: a background save may be waiting for a rank that will not answer, and must
+not hold the process.
 """
 
 from __future__ import annotations
