@@ -34,11 +34,13 @@ from air_hpc.agent.environment import (
     own_address,
     read_job_context,
 )
+from air_hpc.agent.liveness import Listener
 from air_hpc.agent.main import SignalPipe, say
 from air_hpc.agent.node import NodeAgent
 from air_hpc.agent.scheduler import LocalScheduler, Scheduler, SlurmScheduler
 from air_hpc.agent.shipper import Shipper
 from air_hpc.agent.starters import make_starter
+from air_hpc.agent.survivor import end_as_survivor
 from air_hpc.agent.workers import worker_command, worker_environment
 from air_hpc.errors import BadInput
 from air_hpc.plan.frozen import FrozenRun, read_run_yaml
@@ -58,7 +60,8 @@ DISMISSAL_S = 60.0
 for it until `launch.start_timeout_s`."""
 VERDICT_S = 45.0
 """How long a coordinator that fails waits for the scheduler's word, so that it leaves a verdict."""
-PORTS_OFFERED = 2
+PORTS_OFFERED = 6
+"""For the meeting points of as many generations; then they are used again."""
 
 
 def run_agent(arguments: Sequence[str], signals: SignalPipe) -> int:
@@ -99,6 +102,7 @@ class Attempt:
         self._hub: CoordinatorSocket | None = None
         self._coordinator: Coordinator | None = None
         self._shipper: Shipper | None = None
+        self._listener = Listener(f"{run.run_id}/{context.start_id}/{context.node}")
         self._environ = worker_environment(os.environ, run, frozen.spec.cluster.node_local_dir)
 
     @property
@@ -136,6 +140,7 @@ class Attempt:
                 self._coordinator.close()
             if self._hub is not None:
                 self._hub.close()
+            self._listener.close()
             self._zmq.term()
 
     # -- the parts ---------------------------------------------------------------------------------
@@ -181,7 +186,7 @@ class Attempt:
             "address": own_address(towards, spec.cluster.network_interface),
             "ports": free_ports(PORTS_OFFERED, seed),
             "devices": [device.to_json() for device in devices],
-            "facts": {"pid": os.getpid()},
+            "facts": {"pid": os.getpid(), "liveness_port": self._listener.port},
         }
 
     def _node_agent(self, link: AgentSocket, towards: str) -> NodeAgent:
@@ -202,20 +207,9 @@ class Attempt:
         )
 
     def _requeue_as_survivor(self) -> None:
-        """The first node is gone and cannot carry out an intent: the next one asks for it.
-
-        Only where Slurm still holds the job to be running and nobody has requeued it.
-        """
-        context = self._context
-        if context.scheduler != "slurm" or context.node_index != 1:
-            return
-        if self._frozen.spec.launch.continuation != "requeue":
-            return
-        scheduler = self._scheduler()
-        word = scheduler.word()
-        if word is not None and word.running and word.restarts == context.restart_count:
-            accepted = scheduler.requeue()
-            say(f"the first node is gone; asked for a requeue: {'yes' if accepted else 'refused'}")
+        """The first node is gone and cannot carry out an intent: this one asks for it."""
+        if self._context.scheduler == "slurm":
+            end_as_survivor(self._context, self._run, self._frozen.spec, self._scheduler(), say=say)
 
     # -- the loop ----------------------------------------------------------------------------------
 
@@ -227,6 +221,7 @@ class Attempt:
                 self._signalled = True
                 node.on_signal(name)
             node.pump()
+            self._listener.drain()
             self._exchange(link, node)
             node.tick()
             if self._coordinator is not None:
@@ -244,6 +239,8 @@ class Attempt:
             poller.register(socket, zmq.POLLIN)
         if self._hub is not None:
             poller.register(self._hub.socket, zmq.POLLIN)
+        if self._coordinator is not None:
+            poller.register(self._coordinator.fileno(), zmq.POLLIN)
         for fd in node.fds():
             poller.register(fd, zmq.POLLIN)
         poller.poll(TICK_MS)

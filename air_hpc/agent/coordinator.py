@@ -1,59 +1,56 @@
 """The first node's extra part: agrees the members, owns the token, decides, writes the ledger.
 
-An attempt goes through these phases:
+It turns messages, signals and time into events of the restart machine (`recovery.restart`), and the
+machine's actions into messages, claims and ledger events. An attempt goes on generation after
+generation while the machine and the budget allow; its end is `ending`'s.
 
-    registering   every node of the allocation says hello before `launch.start_timeout_s`
-    running       a token is claimed, the checkpoints to resume from are fixed, workers run
-    ending        workers have ended or are being killed; what ended them is being gathered
-    over          the class, the verdict and the intent are written; everyone may leave
-
-It reacts to messages, signals and time, and acts through its channel, the ledger and (at the start
-and the end) one question to the scheduler. The decisions are `recovery`'s pure functions.
+Everything a message says of a generation carries that generation's token: what a node still has to
+say of an older one is not taken for the present one's.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from air_hpc.agent import generation as generations
+from air_hpc.agent.avoiding import Avoiding
 from air_hpc.agent.channel import CoordinatorSocket, Message
 from air_hpc.agent.ending import Ask, Ending, Outcome, ThreadQuestion
 from air_hpc.agent.environment import JobContext
-from air_hpc.agent.members import Member, problems_of
+from air_hpc.agent.generation import CannotStart, Generation
+from air_hpc.agent.liveness import Prober
+from air_hpc.agent.members import Member
 from air_hpc.agent.scheduler import Scheduler
-from air_hpc.agent.workers import GenerationStart
-from air_hpc.errors import EXIT_DO_NOT_RESTART, EXIT_OK, EnvironmentFailure
-from air_hpc.placement.ranks import RankPlace, assign_ranks
+from air_hpc.agent.watching import NodeWatch
+from air_hpc.errors import EXIT_DO_NOT_RESTART, EXIT_ENVIRONMENT, EXIT_OK, EnvironmentFailure
 from air_hpc.plan.frozen import FrozenRun
-from air_hpc.recovery.decide import decide
-from air_hpc.recovery.evidence import Classified, GenerationEnd, WorkerEnd
-from air_hpc.recovery.stop import Action, StopAgreement
-from air_hpc.rundir.atomic import make_dir
-from air_hpc.rundir.commit import find_candidates, inheritable, mark_bad
-from air_hpc.rundir.events import Kind, LedgerWriter, read_ledger
-from air_hpc.rundir.fence import (
-    Fenced,
-    Token,
-    claim_next_attempt,
-    record_inherited,
-    require_newest,
+from air_hpc.plan.resize import plan_for, sizes
+from air_hpc.recovery import restart
+from air_hpc.recovery.decide import Decision, decide
+from air_hpc.recovery.evidence import (
+    Classified,
+    Failure,
+    GenerationEnd,
+    WorkerEnd,
+    first_failure,
 )
+from air_hpc.recovery.restart import Phase, RestartMachine, RestartPolicy
+from air_hpc.recovery.rules import RuleTable, rule_action
+from air_hpc.rundir.atomic import make_dir
+from air_hpc.rundir.commit import mark_bad
+from air_hpc.rundir.events import Kind, LedgerWriter, read_ledger
+from air_hpc.rundir.fence import Fenced, Token, claim, claim_next_attempt
 from air_hpc.rundir.layout import RunDir
-from air_hpc.rundir.retention import sweep_leftovers
-from air_hpc.rundir.state import End, RunStatus, fold
+from air_hpc.rundir.state import RunStatus, fold
 from air_hpc.rundir.words import FailureClass, RunState, Verdict
 from air_hpc.runs.process import boot_id, start_time
 from air_hpc.session.messages import RECORDED
 
-GATHER_S = 2.0
-"""After a first failed worker: how long the others' ends are awaited before they are killed."""
-LEAVE_S = 300.0
-"""After a first worker that left as agreed: how long the others may take. They all end together,
-but a process can hang in its teardown, and would hold the nodes until the time limit."""
-KILL_WAIT_S = 10.0
-"""After the kill: how long ends are awaited before the nodes that send none are passed over."""
+STALL_S = 1.0
+"""Ticks further apart than this are a stall of this process."""
 
 
 class Coordinator:
@@ -71,42 +68,46 @@ class Coordinator:
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
         ask: Ask = ThreadQuestion,
+        prober: Prober | None = None,
     ) -> None:
         self._context = context
         self._run = run
         self._frozen = frozen
+        self._rules = RuleTable.of(frozen.spec.recovery.rules)
         self._spec, self._plan = frozen.spec, frozen.plan
         self._socket = socket
         self._scheduler = scheduler
         self._say = say
         self._clock = clock
         self._wall_clock = wall_clock
+        self._machine = RestartMachine(context.nodes, self._policy(), clock())
         self._members: dict[str, Member] = {}
         self._left: set[str] = set()
-        self._ends: dict[int, WorkerEnd] = {}
-        self._places: tuple[RankPlace, ...] = ()
-        self._starts: dict[str, Message] = {}
-        self._resume_steps: tuple[int, ...] = ()
+        self._why_lost: dict[str, str] = {}
+        self._nodes = NodeWatch(self._spec.recovery, clock=clock, prober=prober)
+        self._live: Generation | None = None
         self._signal: str | None = None
-        self._kill_at: float | None = None
-        self._killed_at: float | None = None
-        self._save_deadline: float | None = None
         self._limit_at: float | None = None
         self._last_tick = clock()
-        self._phase = "registering"
-        self._register_deadline = clock() + self._spec.launch.start_timeout_s
         self.outcome: Outcome | None = None
-        self._stop = StopAgreement.among((), self._spec.recovery.stop_timeout_s)
         self._status = fold(read_ledger(run).events)
         self._committed = self._status.committed_step
         self.token: Token | None = None
         self._ledger: LedgerWriter | None = None
-        self._bad_steps: set[int] = set()
         self._open(ask)
         self.dismissed = self.outcome is not None
         """Whether this start found that there is nothing to do."""
 
-    # -- the start ---------------------------------------------------------------------------------
+    def _policy(self) -> RestartPolicy:
+        recovery = self._spec.recovery
+        return RestartPolicy(
+            sizes=sizes(self._spec, self._plan) or (self._plan.nodes,),
+            restarts_inside=recovery.restart != "requeue",
+            start_timeout_s=self._spec.launch.start_timeout_s,
+            stop_timeout_s=recovery.stop_timeout_s,
+        )
+
+    # -- the start of the attempt ------------------------------------------------------------------
 
     def _open(self, ask: Ask) -> None:
         if self._status.terminal:
@@ -114,7 +115,6 @@ class Coordinator:
             return
         self.token = claim_next_attempt(self._run)
         self._ledger = LedgerWriter(self._run, f"attempt-{self.token.attempt}")
-        self._ending = self._make_ending(self._status.ends, ask)
         context = self._context
         self._record(
             Kind.ATTEMPT_STARTED,
@@ -130,46 +130,43 @@ class Coordinator:
             pid_start=start_time(os.getpid()),
             boot_id=boot_id(),
         )
-        if self._stopped_by_silence(ask):
-            return
-        if self._status.cancel_requested:
-            self._end_attempt(FailureClass.CANCELLED, "cancelled before this start")
-            return
-        end = self._scheduler.end_time()
-        if end is not None:
-            self._limit_at = self._clock() + (end - self._wall_clock()) - self._plan.lead_s
-
-    def _make_ending(
-        self,
-        history: tuple[End, ...],
-        ask: Ask,
-    ) -> Ending:
-        assert self.token is not None
-        return Ending(
-            self._context,
+        self._avoiding = Avoiding(
+            self._run, self._frozen, record=self._record, say=self._say, wall_clock=self._wall_clock
+        )
+        # Read again: an attempt before may have ended without a word, and counts all the same.
+        history = fold(read_ledger(self._run).events).ends
+        self._ending = Ending(
+            context,
             self._run,
             self._frozen,
             self._scheduler,
             self.token,
             history,
+            self._avoiding,
             record=self._record,
             say=self._say,
             ask=ask,
         )
-
-    def _stopped_by_silence(self, ask: Ask) -> bool:
-        """Count an attempt before that ended without a word; whether it exhausts the budget."""
-        ends = fold(read_ledger(self._run).events).ends
-        if len(ends) == len(self._status.ends):
-            return False
-        silent = ends[-1]
-        budget = self._spec.recovery
-        decision = decide(silent.failure_class, self._committed, self._status.ends, budget)
-        if decision.verdict is Verdict.STOP:
-            self._end_attempt(silent.failure_class, silent.evidence)
-            return True
-        self._ending = self._make_ending(ends, ask)
-        return False
+        if self._status.cancel_requested:
+            self._end_attempt(FailureClass.CANCELLED, "cancelled before this start")
+            return
+        if history:
+            # Who wrote the last end could not always ask the budget: a survivor, or nobody.
+            last = history[-1]
+            decision = decide(
+                last.failure_class,
+                last.committed_step,
+                history[:-1],
+                self._spec.recovery,
+                action=rule_action(last.action),
+            )
+            if decision.verdict is Verdict.STOP:
+                self._ending.forget_last()
+                self._end_attempt(last.failure_class, last.evidence)
+                return
+        end = self._scheduler.end_time()
+        if end is not None:
+            self._limit_at = self._clock() + (end - self._wall_clock()) - self._plan.lead_s
 
     def _dismiss_finished(self, status: RunStatus) -> None:
         """A start that finds a terminal verdict exits at once."""
@@ -179,7 +176,6 @@ class Coordinator:
             f"the run is {status.state} already ({status.evidence or 'no evidence recorded'}): "
             "nothing to do",
         )
-        self._phase = "over"
 
     def _record(self, kind: str, **facts: Any) -> None:
         if self._ledger is not None:
@@ -188,141 +184,271 @@ class Coordinator:
             except OSError as error:
                 self._say(f"the ledger could not be written ({error}); lost: {kind} {facts}")
 
-    def _register(self, node: str, message: Message, now: float) -> None:
-        if self.outcome is not None:
-            self._send_leave(node)
-            return
-        if node not in self._context.nodes:
-            self._socket.send(node, {"type": "leave", "exit_code": 1, "reason": "not a member"})
-            return
-        if node not in self._members:
-            self._members[node] = Member.from_hello(node, message, now)
-        self._members[node].heard = now
-        self._socket.send(node, {"type": "welcome"})
-        if self._phase == "registering" and len(self._members) == len(self._context.nodes):
-            self._start_generation()
+    # -- the machine's actions ---------------------------------------------------------------------
 
-    def _start_generation(self) -> None:
+    def _do(self, actions: Sequence[restart.Action]) -> None:
+        for action in actions:
+            match action:
+                case restart.Start(number, nodes):
+                    self._start_generation(number, nodes)
+                case restart.SetFlag():
+                    self._tell("stop")
+                case restart.SetTarget(step):
+                    self._record(Kind.STOP_AGREED, target_step=step, reason=self._signal)
+                    self._say(f"stop agreed: all run to step {step}, save it and leave")
+                    self._tell("target", step=step)
+                case restart.Kill(why):
+                    self._say(f"ending the workers: {why}")
+                    self._tell("kill")
+                case restart.GiveUp(nodes):
+                    for node in nodes:
+                        self._note_lost(node, "sent no end of its killed workers")
+                case restart.Decide():
+                    self._end_generation()
+                case restart.StoppedIdle():
+                    self._ending.start_signalled(self._signal or "", self._committed)
+                    self._poll_ending()
+                case restart.TooFew(missing, arrived):
+                    self._end_as_too_few(missing, arrived)
+
+    def _tell(self, kind: str, **facts: Any) -> None:
+        """Tell every node of the live generation that is not lost."""
+        for node in self._machine.active:
+            if node not in self._machine.lost:
+                self._tell_one(node, kind, **facts)
+
+    def _tell_one(self, node: str, kind: str, **facts: Any) -> None:
+        if self._live is not None:
+            token = str(self._live.token)
+            self._socket.send(node, {"type": kind, "token": token, **facts})
+
+    # -- a generation ------------------------------------------------------------------------------
+
+    def _start_generation(self, number: int, nodes: Sequence[str]) -> None:
         assert self.token is not None
-        ordered = sorted(self._members.values(), key=lambda member: member.index)
-        per_node = self._plan.devices_per_node
-        found = problems_of(ordered, per_node, allow_mixed=self._spec.cluster.allow_mixed_devices)
-        if len(ordered) * per_node != self._plan.world_size:
-            found.append(
-                f"{len(ordered)} nodes × {per_node} devices are not the plan's world of "
-                f"{self._plan.world_size}"
-            )
-        if found:
-            self._end_attempt(FailureClass.ENVIRONMENT, "; ".join(found))
-            return
+        members = [self._members[node] for node in nodes]
+        plan = plan_for(self._spec, self._plan, len(nodes))
+        assert plan is not None, "the machine knows no other sizes"
+        found: CannotStart | tuple[int, ...] | None
         try:
-            usable = self._fix_checkpoints(self.token)
+            if number > 1:
+                token = Token(self.token.attempt, number)
+                claim(self._run, token)
+                self.token = token
+                self._ending.token = token
+            found = generations.misfits(members, plan, self._spec)
+            if found is None:
+                found = generations.fix_checkpoints(
+                    self._run, self.token, self._status, self._condemn
+                )
         except Fenced as fenced:
             self._over(self._ending.fenced(str(fenced)))
             return
-        if usable is None:
+        if isinstance(found, CannotStart):
+            self._end_attempt(
+                found.failure_class, found.evidence, unrecoverable=found.unrecoverable
+            )
             return
-        self._places = assign_ranks([member.node for member in ordered], per_node)
-        self._resume_steps = usable
-        self._phase = "running"
-        self._stop = StopAgreement.among(self._members, self._spec.recovery.stop_timeout_s)
-        first = self._members[self._places[0].node]
+        self._committed = found[0] if found else None
+        live = generations.lay_out(
+            self.token,
+            members,
+            plan,
+            self._spec,
+            found,
+            skipped_batches=self._status.skipped_batches,
+        )
         log_dir = self._run.generation_dir(self.token.attempt, self.token.generation)
         make_dir(log_dir.parent, exist_ok=True)
         make_dir(log_dir, exist_ok=True)
         self._record(
             Kind.GENERATION_STARTED,
-            world_size=self._plan.world_size,
-            nodes=[member.node for member in ordered],
-            devices=sorted({str(d["model"]) for member in ordered for d in member.devices}),
-            resume_step=usable[0] if usable else None,
-            master=f"{first.address}:{first.ports[0]}",
+            world_size=plan.world_size,
+            nodes=list(nodes),
+            devices=sorted({str(d["model"]) for member in members for d in member.devices}),
+            resume_step=found[0] if found else None,
+            master=live.master,
         )
-        ranks: dict[str, list[int]] = {}
-        for place in self._places:
-            ranks.setdefault(place.node, []).append(place.rank)
-        for node_rank, member in enumerate(ordered):
-            start = GenerationStart(
-                token=self.token,
-                ranks=tuple(ranks[member.node]),
-                world_size=self._plan.world_size,
-                node_rank=node_rank,
-                master_address=first.address,
-                master_port=first.ports[0],
-                resume_steps=usable,
-                stop_timeout_s=self._spec.recovery.stop_timeout_s,
-                threads=self._plan.threads_per_worker,
-            )
-            self._starts[member.node] = {"type": "start", "start": start.to_json()}
-            self._socket.send(member.node, self._starts[member.node])
+        self._live = live
+        for node, message in live.starts.items():
+            self._socket.send(node, message)
 
-    def _fix_checkpoints(self, token: Token) -> tuple[int, ...] | None:
-        """What to resume from, newest first, inherited from now on; None when the run must end."""
-        require_newest(self._run, token)
-        sweep_leftovers(self._run, token)
-        found = find_candidates(self._run)
-        for step, reason in found.rejected:
-            self._condemn(step, reason)
-        newest = found.usable[0].step if found.usable else -1
-        unread = [reason for step, reason in found.unreadable if step > newest]
-        if unread:
-            # Nothing is written down yet: the next start may find it whole, and inherit it.
-            self._end_attempt(FailureClass.STORAGE, f"cannot read what to resume from: {unread[0]}")
-            return None
-        record_inherited(self._run, token, inheritable(found.usable))
-        if not found.usable and self._status.committed_step is not None:
-            self._end_attempt(
-                FailureClass.CHECKPOINT,
-                f"a checkpoint of step {self._status.committed_step} was recorded and none can be "
-                "used now: the run does not train from scratch in silence",
-                unrecoverable=True,
-            )
-            return None
-        self._committed = found.usable[0].step if found.usable else None
-        return tuple(checkpoint.step for checkpoint in found.usable)
+    def _end_generation(self) -> None:
+        """All its workers have ended, or their nodes were given up: class and verdict."""
+        live = self._live
+        assert live is not None
+        lost = self._machine.lost
+        end = GenerationEnd(
+            workers=tuple(live.ends.values()),
+            silent={m.node: m.done_step for m in live.members if m.node in lost},
+            signal_name=self._signal,
+            target=self._machine.target,
+            committed=self._committed,
+        )
+        failure = first_failure(end.workers, self._rules)
+        if failure is not None and self._signal is None:
+            self._hold_against_node(failure, live)
+
+        def blame(found: Classified) -> Classified:
+            if live.hung is not None and self._signal is None:
+                return Classified(FailureClass.HANG, live.hung.evidence, node=live.hung.node)
+            if found.failure is None or not found.by_failure:
+                return found
+            return self._blame_checkpoint(live, found, found.failure)
+
+        self._ending.start(
+            end, self._committed, blame, can_continue=lambda: self._machine.can_continue
+        )
+        self._poll_ending()
+
+    def _hold_against_node(self, failure: Failure, live: Generation) -> None:
+        """A device that failed, or a rule that says so, keeps a node out of what starts next."""
+        by_class = failure.failure_class is FailureClass.DEVICE and failure.action is None
+        if by_class or failure.action == "exclude":
+            node = live.ends[failure.rank].node
+            self._exclude(node, failure.failure_class, failure.evidence)
+
+    def _exclude(self, node: str, failure_class: FailureClass, reason: str) -> None:
+        if self._avoiding.exclude(node, failure_class, reason):
+            self._ending.avoids_nodes = True
+            self._do(self._machine.reject(node, self._clock()))
+
+    def _blame_checkpoint(
+        self, live: Generation, found: Classified, failure: Failure
+    ) -> Classified:
+        """A crash while loading makes the checkpoint suspect: the next start takes an older one."""
+        blamable = failure.failure_class in (FailureClass.UNKNOWN, FailureClass.CHECKPOINT)
+        loading = [step for step in live.resume_steps if step not in live.bad_steps]
+        if failure.phase != "load" or not loading or not blamable:
+            return found
+        reason = f"its load crashed: {failure.evidence}"
+        self._condemn(loading[0], reason)
+        return Classified(FailureClass.CHECKPOINT, f"step-{loading[0]}: {reason}", failure)
+
+    def _condemn(self, step: int, reason: str) -> None:
+        """Never resume from this checkpoint again."""
+        if self._live is not None:
+            self._live.bad_steps.add(step)
+        mark_bad(self._run, step, reason, token=self.token)
+        self._record(Kind.CHECKPOINT_BAD, step=step, reason=reason)
 
     # -- messages ----------------------------------------------------------------------------------
 
     def on_message(self, node: str, message: Message) -> None:
         """React to one message of a node."""
         now = self._clock()
+        kind = message["type"]
+        if self.outcome is not None or node in self._machine.lost:
+            self._on_late(node, message)
+            return
         member = self._members.get(node)
         if member is not None:
             member.heard = now
-        kind = message["type"]
+            self._nodes.heard(node, now)
         if kind == "hello":
             self._register(node, message, now)
-        elif member is None and kind not in ("signal", "agent_failed", "bye"):
+        elif kind == "signal":
+            self.on_signal(message["name"], node)
+        elif kind == "agent_failed":
+            self._lose(node, f"its agent failed: {message['reason']}")
+        elif kind == "bye":
+            self._left.add(node)
+            self._nodes.forget(node)
+        elif member is None:
             return
-        elif kind == "heartbeat" and member is not None:
-            member.done_step = message.get("done_step", member.done_step)
-            member.phases = tuple(message.get("phases", ()))
-            self._on_ended(node, message.get("ended", []), now)
-            self._socket.send(node, {"type": "ack", "sequence": message["sequence"]})
-            if self.outcome is not None:
-                self._send_leave(node)
-            else:
-                self._remind(node, started=message.get("started", True))
+        elif kind == "heartbeat":
+            self._on_heartbeat(member, message, now)
+        elif self._live is None or message.get("token") != str(self._live.token):
+            return
         elif kind == "worker":
             self._on_worker(message["message"])
         elif kind == "begun":
-            self._act(self._stop.report(node, message["step"]))
+            self._do(self._machine.begun(node, message["step"], now))
         elif kind == "ended":
             self._on_ended(node, message["workers"], now)
-        elif kind == "signal":
-            self.on_signal(message["name"], node)
-        elif kind == "bye":
-            self._left.add(node)
-        elif kind == "agent_failed":
-            self._kill_workers()
-            self._end_attempt(
-                FailureClass.UNKNOWN, f"the agent on {node} failed: {message['reason']}"
-            )
+        elif kind == "inspected":
+            self._live.hang.inspected(node, message["reports"])
+        elif kind == "none_here":
+            self._do(self._machine.ended(node, now, failed=True, all_ended=True))
         elif kind == "start_failed":
-            self._kill_workers()
+            self._machine.condemn("workers could not be started", now)
+            self._tell("kill")
+            transient = message.get("transient", False)
             self._end_attempt(
-                FailureClass.ENVIRONMENT, f"{node} could not start workers: {message['reason']}"
+                FailureClass.HOST_MEMORY if transient else FailureClass.ENVIRONMENT,
+                f"{node} could not start workers: {message['reason']}",
             )
+
+    def _on_late(self, node: str, message: Message) -> None:
+        """What is said after the end, and by a node that was given up: both are to leave."""
+        kind = message["type"]
+        if kind == "bye":
+            self._left.add(node)
+        elif self.outcome is not None:
+            if kind == "heartbeat":
+                self._acknowledge(node, message)
+            if kind in ("heartbeat", "hello"):
+                self._send_leave(node)
+        elif kind in ("heartbeat", "hello"):
+            reason = "this node was given up; what runs goes on without it"
+            self._socket.send(
+                node, {"type": "leave", "exit_code": EXIT_ENVIRONMENT, "reason": reason}
+            )
+
+    def _register(self, node: str, message: Message, now: float) -> None:
+        if node not in self._context.nodes:
+            self._socket.send(node, {"type": "leave", "exit_code": 1, "reason": "not a member"})
+            return
+        if node not in self._members:
+            self._members[node] = Member.from_hello(node, message, now)
+            self._nodes.watch(self._members[node], now)
+        self._socket.send(node, {"type": "welcome"})
+        self._do(self._machine.arrive(node, now))
+
+    def _acknowledge(self, node: str, message: Message) -> None:
+        self._socket.send(node, {"type": "ack", "sequence": message["sequence"]})
+
+    def _on_heartbeat(self, member: Member, message: Message, now: float) -> None:
+        self._acknowledge(member.node, message)
+        live = self._live
+        if live is None or member.node not in live.starts or self._machine.phase is Phase.OVER:
+            return
+        token = message.get("token")
+        if token != str(live.token):
+            self._remind_start(member.node)
+            return
+        member.done_step = message.get("done_step", member.done_step)
+        member.phases = tuple(message.get("phases", ()))
+        for rank, (compute_ns, steps) in message.get("compute", {}).items():
+            live.stragglers.sample(int(rank), compute_ns, steps, now)
+        asks = not self._machine.killed and live.hang.late(message.get("overdue", ()), now)
+        if asks:
+            self._say(f"overdue: {live.hang.overdue}; asking all nodes what their workers do")
+            self._tell("inspect")
+        self._on_ended(member.node, message.get("ended", []), now)
+        if self.outcome is not None:
+            self._send_leave(member.node)
+        elif self._machine.phase is Phase.RUNNING:
+            self._remind(member.node)
+
+    def _remind_start(self, node: str) -> None:
+        """A broken connection loses what was on its way: the node has not heard of its start."""
+        if self._machine.phase is not Phase.RUNNING or self._live is None:
+            return
+        if self._machine.killed:
+            self._tell_one(node, "kill")
+        else:
+            self._socket.send(node, self._live.starts[node])
+
+    def _remind(self, node: str) -> None:
+        """Repeat what a node may not have heard. Each of these words may come many times."""
+        machine = self._machine
+        if machine.killed:
+            self._tell_one(node, "kill")
+        elif machine.target is not None:
+            self._tell_one(node, "target", step=machine.target)
+        elif node in machine.flag_missing:
+            self._tell_one(node, "stop")
 
     def _on_worker(self, message: dict[str, Any]) -> None:
         kind = RECORDED.get(message["kind"])
@@ -338,160 +464,127 @@ class Coordinator:
         if kind is Kind.CHECKPOINT_COMMITTED:
             self._committed = max(int(facts["step"]), self._committed or 0)
 
-    def _on_ended(self, node: str, workers: list[dict[str, Any]], now: float) -> None:
-        new = [facts for facts in workers if facts["rank"] not in self._ends]
+    def _on_ended(self, node: str, workers: Sequence[dict[str, Any]], now: float) -> None:
+        live = self._live
+        assert live is not None
+        new = [facts for facts in workers if facts["rank"] not in live.ends]
         if not new:  # every heartbeat repeats them
             return
-        for facts in new:
-            killed = self._killed_at is not None
-            end = WorkerEnd.from_report(facts, node, now, killed_by_agent=killed)
-            self._ends[end.rank] = end
-            kill_at = now + (GATHER_S if end.failed else LEAVE_S)
-            self._kill_at = kill_at if self._kill_at is None else min(self._kill_at, kill_at)
-        self._check_over()
+        ends = [
+            WorkerEnd.from_report(facts, node, now, killed_by_agent=self._machine.killed)
+            for facts in new
+        ]
+        live.ends.update((end.rank, end) for end in ends)
+        failed = any(end.failed for end in ends)
+        if failed:
+            self._nodes.suspect_all(now)
+        all_ended = live.node_ended(node)
+        self._do(self._machine.ended(node, now, failed=failed, all_ended=all_ended))
 
-    # -- stops -------------------------------------------------------------------------------------
+    # -- nodes -------------------------------------------------------------------------------------
+
+    def _lose(self, node: str, why: str) -> None:
+        if node in self._machine.lost or node not in self._context.nodes:
+            return
+        if node == self._context.node:
+            self.fail(RuntimeError(why))
+            return
+        self._note_lost(node, why)
+        self._do(self._machine.lose(node, self._clock()))
+
+    def _note_lost(self, node: str, why: str) -> None:
+        member = self._members.get(node)
+        silent_s = None if member is None else round(self._clock() - member.heard, 1)
+        self._why_lost[node] = why
+        self._nodes.forget(node)
+        self._record(Kind.NODE_LOST, node=node, why=why, silent_s=silent_s)
+        self._say(f"node {node} is lost: {why}")
+
+    def _look_at_nodes(self, now: float) -> None:
+        for lost in self._nodes.tick(now):
+            self._lose(lost.node, f"silent for {lost.silent_s:.1f} s: {lost.why}")
+
+    def _look_at_workers(self, live: Generation, now: float) -> None:
+        """Hangs and stragglers of the live generation."""
+        for slow in live.stragglers.tick(now):
+            devices = self._members[slow.node].devices
+            self._record(
+                Kind.STRAGGLER,
+                rank=slow.rank,
+                node=slow.node,
+                device=live.device_of(slow.rank, devices),
+                ratio=round(slow.ratio, 4),
+                window_s=round(slow.window_s, 1),
+                change=slow.change,
+            )
+            self._say(f"rank {slow.rank} on {slow.node}: {slow.ratio:.2f} of the median compute")
+        found = live.hang.tick(now)
+        if found is None or self._machine.killed:
+            return
+        live.hung = found
+        late = live.hang.overdue or {}
+        folder = self._run.generation_dir(live.token.attempt, live.token.generation)
+        self._record(
+            Kind.HANG_FOUND,
+            rank=found.rank,
+            node=found.node,
+            phase=late.get("phase"),
+            for_s=late.get("for_s"),
+            limit_s=late.get("limit_s"),
+            evidence=found.evidence,
+            stacks=str(folder.relative_to(self._run.path) / "stacks-*.txt"),
+        )
+        self._do(self._machine.condemn(f"hang: {found.evidence}", now))
+
+    # -- stops and time ----------------------------------------------------------------------------
 
     def on_signal(self, name: str, node: str) -> None:
         """A signal reached an agent, or our own timer rang: agree on a step, save it, leave."""
-        if self.outcome is not None or self._signal is not None or self._ending.started:
+        if self.outcome is not None or self._signal is not None or self._ending.final:
             return
         self._signal = name
         self._record(Kind.SIGNAL, name=name, node=node)
-        if self._phase == "registering":
-            self._phase = "ending"
-            self._ending.start_signalled(name, self._committed)
-            self._poll_ending()
-            return
-        self._act(self._stop.request(name, self._clock()))
-
-    def _act(self, action: Action | None) -> None:
-        if action is Action.SET_FLAG:
-            self._broadcast({"type": "stop"})
-        elif action is Action.SET_TARGET:
-            self._save_deadline = self._clock() + self._spec.recovery.stop_timeout_s
-            self._record(Kind.STOP_AGREED, target_step=self._stop.target, reason=self._stop.reason)
-            self._say(f"stop agreed: all run to step {self._stop.target}, save it and leave")
-            self._broadcast({"type": "target", "step": self._stop.target})
-        elif action is Action.GIVE_UP:
-            self._say(f"no stop agreed: {', '.join(self._stop.missing)} did not report")
-            self._kill_workers()
-
-    # -- time --------------------------------------------------------------------------------------
+        self._do(self._machine.request_stop(name, self._clock()))
 
     def tick(self) -> None:
         """React to time. A stall of our own is not held against the others."""
         now = self._clock()
-        stalled = max(0.0, now - self._last_tick - 1.0)
+        stalled = max(0.0, now - self._last_tick - STALL_S)
         self._last_tick = now
         if self.outcome is not None:
             return
         if stalled:
-            for member in self._members.values():
-                member.heard += stalled
+            self._nodes.forgive(stalled, now)
         self._poll_ending()
-        if self._phase == "registering":
-            self._tick_registering(now)
-        elif self._phase == "running":
-            self._tick_running(now)
-
-    def _tick_running(self, now: float) -> None:
+        if self.outcome is not None:
+            return
         if self._limit_at is not None and now >= self._limit_at:
             self._limit_at = None
             self.on_signal("timer", self._context.node)
-        self._act(self._stop.tick(now))
-        self._find_lost(now)
-        if self._kill_at is not None and now >= self._kill_at and self._killed_at is None:
-            self._kill_workers()
-        if self._save_deadline is not None and now >= self._save_deadline:
-            self._save_deadline = None
-            self._say("the agreed step was not saved before the deadline")
-            self._kill_workers()
-        if self._killed_at is not None and now >= self._killed_at + KILL_WAIT_S:
-            self._give_up_silent_nodes()
-            self._finish_generation()
-
-    def _tick_registering(self, now: float) -> None:
-        if now < self._register_deadline:
-            return
-        missing = [node for node in self._context.nodes if node not in self._members]
-        per_node = self._plan.devices_per_node
-        ranks = [
-            f"{node} (ranks {index * per_node}-{(index + 1) * per_node - 1})"
-            for index, node in enumerate(self._context.nodes)
-            if node in missing
-        ]
-        self._end_attempt(
-            FailureClass.NOT_ARRIVED,
-            f"did not arrive within launch.start_timeout_s="
-            f"{self._spec.launch.start_timeout_s:g}: {', '.join(ranks)}",
-        )
-
-    def _find_lost(self, now: float) -> None:
-        timeout_s = self._spec.recovery.heartbeat_timeout_s
-        for member in self._members.values():
-            if not member.lost and now - member.heard > timeout_s:
-                member.lost = True
-                self._say(f"node {member.node} was not heard for {now - member.heard:.1f} s")
-                self._kill_workers()
-                self._check_over()
-
-    def _kill_workers(self) -> None:
-        if self._killed_at is None:
-            self._killed_at = self._clock()
-            self._broadcast({"type": "kill"})
+        self._look_at_nodes(now)
+        if self._live is not None and self._machine.phase is Phase.RUNNING:
+            self._look_at_workers(self._live, now)
+        self._do(self._machine.tick(now))
 
     # -- the end -----------------------------------------------------------------------------------
 
-    def _give_up_silent_nodes(self) -> None:
-        """A node that did not report the end of its killed workers is lost, heard or not."""
-        for place in self._places:
-            if place.rank not in self._ends:
-                self._members[place.node].lost = True
-
-    def _check_over(self) -> None:
-        lost = sum(member.lost for member in self._members.values())
-        if self._phase != "running" or len(self._ends) < len(self._places) - (
-            lost * self._plan.devices_per_node
-        ):
-            return  # with a thousand nodes the look below is not for every message
-        awaited = {place.rank for place in self._places if not self._members[place.node].lost}
-        if awaited <= self._ends.keys():
-            self._finish_generation()
-
-    def _finish_generation(self) -> None:
-        if self._phase != "running":
+    def _end_as_too_few(self, missing: Sequence[str], arrived: int) -> None:
+        if self._machine.generation:
+            lost = f"{', '.join(missing)} lost or unfit, {arrived} nodes left"
+            self._end_attempt(FailureClass.NODE_LOST, f"too few nodes to go on: {lost}")
             return
-        self._phase = "ending"
-        end = GenerationEnd(
-            workers=tuple(self._ends.values()),
-            silent={m.node: m.done_step for m in self._members.values() if m.lost},
-            signal_name=self._signal,
-            target=self._stop.target,
-            committed=self._committed,
-        )
-        self._ending.start(end, self._committed, self._blame_checkpoint)
-        self._poll_ending()
+        found = [f"{node}: {self._why_lost[node]}" for node in missing if node in self._why_lost]
+        silent = [self._named(node) for node in missing if node not in self._why_lost]
+        if silent:
+            limit = f"launch.start_timeout_s={self._spec.launch.start_timeout_s:g}"
+            found.append(f"did not arrive within {limit}: {', '.join(silent)}")
+        self._end_attempt(FailureClass.NOT_ARRIVED, "; ".join(found))
 
-    def _blame_checkpoint(self, found: Classified) -> Classified:
-        """A crash while loading makes the checkpoint suspect: the next start takes an older one."""
-        failure = found.failure
-        if failure is None or failure.failure_class is not found.failure_class:
-            return found
-        blamable = failure.failure_class in (FailureClass.UNKNOWN, FailureClass.CHECKPOINT)
-        loading = [step for step in self._resume_steps if step not in self._bad_steps]
-        if failure.phase != "load" or not loading or not blamable:
-            return found
-        reason = f"its load crashed: {failure.evidence}"
-        self._condemn(loading[0], reason)
-        evidence = f"step-{loading[0]}: {reason}"
-        return Classified(FailureClass.CHECKPOINT, evidence, failure)
-
-    def _condemn(self, step: int, reason: str) -> None:
-        """Never resume from this checkpoint again."""
-        self._bad_steps.add(step)
-        mark_bad(self._run, step, reason, token=self.token)
-        self._record(Kind.CHECKPOINT_BAD, step=step, reason=reason)
+    def _named(self, node: str) -> str:
+        """A node with the ranks that it would have had."""
+        per_node = self._plan.devices_per_node
+        first = self._context.nodes.index(node) * per_node
+        return f"{node} (ranks {first}-{first + per_node - 1})"
 
     def fail(self, error: Exception) -> None:
         """End the attempt for an error of the coordinator's own process."""
@@ -501,7 +594,7 @@ class Coordinator:
             failure_class = FailureClass.STORAGE
         else:
             failure_class = FailureClass.UNKNOWN
-        self._kill_workers()
+        self._tell("kill")
         self._end_attempt(
             failure_class,
             f"the agent on {self._context.node} failed: {type(error).__name__}: {error}",
@@ -512,18 +605,28 @@ class Coordinator:
     ) -> None:
         if self.outcome is not None:
             return
-        self._phase = "ending"
         self._ending.start_known(
             failure_class, evidence, self._committed, unrecoverable=unrecoverable
         )
         self._poll_ending()
 
     def _poll_ending(self) -> None:
-        if self.outcome is None and (outcome := self._ending.poll()) is not None:
-            self._over(outcome)
+        if self.outcome is not None:
+            return
+        came = self._ending.poll()
+        if isinstance(came, Outcome):
+            self._over(came)
+        elif came is not None:
+            self._go_on(came)
+
+    def _go_on(self, decision: Decision) -> None:
+        """The next generation inside this attempt."""
+        self._status = fold(read_ledger(self._run).events)
+        now = self._clock()
+        self._do(self._machine.decided(go_on=True, delay_s=decision.delay_s, now=now))
 
     def _over(self, outcome: Outcome) -> None:
-        self._phase = "over"
+        self._machine.decided(go_on=False, delay_s=0.0, now=self._clock())
         self.outcome = outcome
         for node in self._context.nodes:
             self._send_leave(node)
@@ -542,29 +645,14 @@ class Coordinator:
     @property
     def everyone_left(self) -> bool:
         """Whether every node that is not lost has said that it leaves."""
-        lost = {member.node for member in self._members.values() if member.lost}
-        return self._left | lost >= set(self._context.nodes)
+        return self._left | self._machine.lost >= set(self._context.nodes)
 
-    def _remind(self, node: str, *, started: bool) -> None:
-        """Repeat what a node may not have heard: a broken connection loses what was on its way.
-
-        Each of these words may come any number of times.
-        """
-        if self._killed_at is not None:
-            self._socket.send(node, {"type": "kill"})
-        elif not started and node in self._starts:
-            self._socket.send(node, self._starts[node])
-        elif self._stop.target is not None:
-            self._socket.send(node, {"type": "target", "step": self._stop.target})
-        elif self._stop.requested and node in self._stop.missing:
-            self._socket.send(node, {"type": "stop"})
-
-    def _broadcast(self, message: Message) -> None:
-        for member in self._members.values():
-            if not member.lost:
-                self._socket.send(member.node, message)
+    def fileno(self) -> int:
+        """Ready when a probe of a node has ended."""
+        return self._nodes.fileno()
 
     def close(self) -> None:
-        """Close the ledger."""
+        """Close the ledger and the probes."""
+        self._nodes.close()
         if self._ledger is not None:
             self._ledger.close()

@@ -7,6 +7,7 @@ cut off: the workers are killed and the agent leaves.
 
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -17,11 +18,17 @@ from air_hpc.agent.starters import Starter
 from air_hpc.agent.workers import GenerationStart, WorkerGroup
 from air_hpc.config.spec import RecoverySpec
 from air_hpc.errors import EXIT_ENVIRONMENT
+from air_hpc.recovery.hang import PhaseDurations
 from air_hpc.recovery.rules import RuleTable
 from air_hpc.rundir.layout import RunDir
 from air_hpc.session.messages import RECORDED
 
 HELLO_INTERVAL_S = 0.5
+TURN_S = 5.0
+"""Where the coordinator is gone, each further node waits so much longer before it asks Slurm for
+the requeue: by then the one before it has, or is gone too."""
+TURNS = 16
+"""So many nodes take their turn; the others leave at once."""
 STALL_S = 1.0
 """Ticks further apart than this are a stall of this process."""
 
@@ -74,6 +81,11 @@ class NodeAgent:
         self._sent: dict[int, float] = {}
         self._sequence = 0
         self._welcomed = False
+        self._durations = PhaseDurations()
+        self._void: set[str] = set()
+        """Tokens of generations that were killed before they were started here."""
+        self._pending: GenerationStart | None = None
+        self._orphaned: float | None = None
         self.group: WorkerGroup | None = None
         self.exit_code: int | None = None
 
@@ -104,11 +116,25 @@ class NodeAgent:
 
     def _on_start(self, message: Message) -> None:
         start = GenerationStart.from_json(message["start"])
+        if str(start.token) in self._void:
+            return
+        if self._pending is not None and self._pending.token >= start.token:
+            return
         if self.group is not None:
-            if self.group.token == start.token:
+            if self.group.token >= start.token:
                 return  # said again to a heartbeat that was on its way
             self.group.close()
             self.group = None
+        self._starter.renew()
+        self._pending = start
+        self._start_pending()
+
+    def _start_pending(self) -> None:
+        """Start what was asked for, once it needs no waiting: a template may have to import."""
+        start = self._pending
+        if start is None or not self._starter.ready:
+            return
+        self._pending = None
         try:
             self.group = WorkerGroup(
                 self._run,
@@ -118,22 +144,56 @@ class NodeAgent:
                 self._argv,
                 self._environ,
                 self._lease_until_ns(),
-                self._rules,
+                rules=self._rules,
+                hang=self._recovery.hang,
+                durations=self._durations,
             )
         except OSError as error:
-            self._uplink.send({"type": "start_failed", "reason": f"{error}"})
+            self._uplink.send(
+                {
+                    "type": "start_failed",
+                    "token": str(start.token),
+                    "reason": f"{error}",
+                    "transient": error.errno in (errno.EAGAIN, errno.ENOMEM),
+                }
+            )
 
     def _on_stop(self, message: Message) -> None:
-        begun = -1 if self.group is None else self.group.set_stop_flag()
-        self._uplink.send({"type": "begun", "step": begun})
+        group = self._group_of(message)
+        if group is not None:
+            self._say_of(message, "begun", step=group.set_stop_flag())
 
     def _on_target(self, message: Message) -> None:
-        if self.group is not None:
-            self.group.set_target(message["step"])
+        group = self._group_of(message)
+        if group is not None:
+            group.set_target(message["step"])
 
     def _on_kill(self, message: Message) -> None:
-        if self.group is not None:
-            self.group.kill()
+        """Kill the workers of a generation; where it has none here, none will be started either."""
+        group = self._group_of(message)
+        if group is not None:
+            group.kill()
+        else:
+            self._void.add(message["token"])
+            if self._pending is not None and str(self._pending.token) == message["token"]:
+                self._pending = None
+            self._say_of(message, "none_here")
+
+    def _group_of(self, message: Message) -> WorkerGroup | None:
+        """The workers of the generation that a message is about."""
+        group = self.group
+        return group if group is not None and str(group.token) == message["token"] else None
+
+    def _say_of(self, message: Message, kind: str, **facts: Any) -> None:
+        self._uplink.send({"type": kind, "token": message["token"], **facts})
+
+    def _on_inspect(self, message: Message) -> None:
+        """Find out what the workers of a generation are doing; `_watch` sends what came of it."""
+        group = self._group_of(message)
+        if group is not None:
+            group.inspect(self._clock())
+        else:
+            self._say_of(message, "inspected", reports=[])
 
     def _on_leave(self, message: Message) -> None:
         self._uplink.send({"type": "bye"})
@@ -174,11 +234,15 @@ class NodeAgent:
         ended = self.group.reap()
         if ended:
             self.group.pump(self._on_worker_message)
-            self._uplink.send({"type": "ended", "workers": self.group.ends()})
+            self._send_of_group("ended", workers=self.group.ends())
+
+    def _send_of_group(self, kind: str, **facts: Any) -> None:
+        if self.group is not None:
+            self._uplink.send({"type": kind, "token": str(self.group.token), **facts})
 
     def _on_worker_message(self, rank: int, message: dict[str, Any]) -> None:
         if message["kind"] in RECORDED:
-            self._uplink.send({"type": "worker", "rank": rank, "message": message})
+            self._send_of_group("worker", rank=rank, message=message)
 
     # -- as time passes ----------------------------------------------------------------------------
 
@@ -192,13 +256,19 @@ class NodeAgent:
         held against the coordinator: it has not been asked meanwhile.
         """
         now = self._clock()
-        self._stalled_s += max(0.0, now - self._last_tick - STALL_S)
+        stalled_s = max(0.0, now - self._last_tick - STALL_S)
+        self._stalled_s += stalled_s
         self._last_tick = now
         if self.exit_code is not None:
             return
         if not self._welcomed:
             self._tick_hello(now)
             return
+        if self._orphaned is not None:
+            self._tick_orphaned(now, self._orphaned)
+            return
+        self._start_pending()
+        self._watch(now, stalled_s)
         if now >= self._next_heartbeat:
             self._beat(now)
         silent_s = now - self._heard - self._stalled_s
@@ -209,8 +279,26 @@ class NodeAgent:
             )
             if self.group is not None:
                 self.group.kill()
+            self._orphaned = now
+            self._tick_orphaned(now, now)
+
+    def _tick_orphaned(self, now: float, since: float) -> None:
+        """Somebody must ask for the requeue, once: the lowest survivor, by waiting for its turn."""
+        turn = self._context.node_index - 1
+        if turn >= TURNS:
+            self._leave(EXIT_ENVIRONMENT, "")
+        elif now >= since + turn * TURN_S:
             self._on_coordinator_lost()
             self._leave(EXIT_ENVIRONMENT, "")
+
+    def _watch(self, now: float, stalled_s: float) -> None:
+        """Look at the workers' progress; report an inspection that is over."""
+        if self.group is None:
+            return
+        self.group.watch(now, stalled_s)
+        reports = self.group.inspected()
+        if reports is not None:
+            self._send_of_group("inspected", reports=[report.to_json() for report in reports])
 
     def _tick_hello(self, now: float) -> None:
         if now >= self._next_hello and self._starter.ready:
@@ -229,7 +317,9 @@ class NodeAgent:
         if len(self._sent) > 1000:
             self._sent.pop(next(iter(self._sent)))
         progress = {} if self.group is None else self.group.progress()
-        started = self.group is not None
+        # What is about to be started needs no telling again.
+        holds = self._pending or self.group
+        token = None if holds is None else str(holds.token)
         self._uplink.send(
-            {"type": "heartbeat", "sequence": self._sequence, "started": started, **progress}
+            {"type": "heartbeat", "sequence": self._sequence, "token": token, **progress}
         )

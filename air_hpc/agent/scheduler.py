@@ -32,6 +32,10 @@ class Scheduler(Protocol):
         """Ask for a requeue of this job; whether it was accepted."""
         ...
 
+    def cancel(self) -> bool:
+        """Ask for the end of this job; whether it was accepted."""
+        ...
+
 
 class LocalScheduler:
     """No scheduler: the limit is our own, and nobody else restarts anything."""
@@ -49,6 +53,10 @@ class LocalScheduler:
 
     def requeue(self) -> bool:
         """Nobody to ask: a local agent starts the next attempt itself."""
+        return False
+
+    def cancel(self) -> bool:
+        """Nobody to ask."""
         return False
 
 
@@ -85,6 +93,14 @@ class SlurmScheduler:
         """`scontrol requeue` of the own job, ARRAYJOB_TASK in an array."""
         try:
             jobs.requeue(self._context.requeue_id or "", timeout_s=ASK_TIMEOUT_S)
+        except EnvironmentFailure:
+            return False
+        return True
+
+    def cancel(self) -> bool:
+        """`scancel` of the own job, ARRAYJOB_TASK in an array."""
+        try:
+            jobs.cancel([self._context.requeue_id or ""], timeout_s=ASK_TIMEOUT_S)
         except EnvironmentFailure:
             return False
         return True

@@ -8,6 +8,7 @@ step (the agent alone answers them), and writes stdout and stderr to one pipe.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -54,6 +55,10 @@ class Starter(Protocol):
         """Whether a start will not have to wait."""
         ...
 
+    def renew(self) -> None:
+        """Replace what a start needs and has ended; called when none of its workers is left."""
+        ...
+
     def start(self, start: WorkerStart) -> Started:
         """Start one; raises OSError."""
         ...
@@ -87,6 +92,9 @@ class ExecStarter:
     """Starts each worker as a new process of its own."""
 
     ready = True
+
+    def renew(self) -> None:
+        """Nothing to replace."""
 
     def start(self, start: WorkerStart) -> Started:
         """Start one; raises OSError when the command cannot be run."""
@@ -128,28 +136,41 @@ class ForkStarter:
     """Forks workers from a template process that imported the engine's modules once.
 
     The template (`air_hpc.session.template`) is this agent's child and the workers' parent: it dies
-    with the agent, and they with it. It refuses to fork when it is not single-threaded; that is an
-    OSError here, as a failed exec would be.
+    with the agent, and they with it. One that dies itself is replaced, a few times. It refuses to
+    fork when it is not single-threaded; that is an OSError here, as a failed exec would be.
     """
 
-    REPLY_TIMEOUT_S = 120.0
+    REPLY_TIMEOUT_S = 10.0
+    TEMPLATES = 4
+    """So many templates in the life of a starter; what kills each of them will kill the next."""
 
     def __init__(self, argv: Sequence[str], environ: Mapping[str, str]) -> None:
         """Start the template for workers of `argv` (`python -m module`); it imports meanwhile."""
-        python, _, module = argv
-        self._module = module
+        self._python, _, self._module = argv
+        self._environ = dict(environ)
+        self._templates = 0
+        self._begin_template()
+
+    def _begin_template(self) -> None:
+        self._templates += 1
         self._ready = False
         self._exits: dict[int, int] = {}
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._channel = ours
-        command = [python, "-m", "air_hpc.session.template", str(theirs.fileno()), module]
+        words = [self._python, "-m", "air_hpc.session.template", str(theirs.fileno()), self._module]
         single = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         try:
             self._template = spawn_helper(
-                WorkerStart(command, {**environ, **single}, (theirs.fileno(),), 2)
+                WorkerStart(words, {**self._environ, **single}, (theirs.fileno(),), 2)
             )
         finally:
             theirs.close()
+
+    def renew(self) -> None:
+        """Replace a template that has ended, between two generations."""
+        if self._template.poll() is not None and self._templates < self.TEMPLATES:
+            self._channel.close()
+            self._begin_template()
 
     @property
     def ready(self) -> bool:
@@ -170,9 +191,16 @@ class ForkStarter:
         for offset in range(0, len(payload), FORK_CHUNK_BYTES):
             self._channel.send(payload[offset : offset + FORK_CHUNK_BYTES])
         while True:
-            reply = self._receive()
+            try:
+                reply = self._receive()
+            except TimeoutError:
+                kill_group(self._template.pid)  # stopped, or stuck: the next start takes a new one
+                text = f"the template process did not answer in {self.REPLY_TIMEOUT_S:g} s"
+                raise OSError(errno.EAGAIN, text) from None
             if reply is None:
-                raise OSError("the template process ended")
+                # One that never got ready cannot import: the next would not either.
+                code = errno.EAGAIN if self._ready else errno.ENOEXEC
+                raise OSError(code, "the template process ended")
             if "error" in reply:
                 raise OSError(str(reply["error"]))
             if "pid" in reply:

@@ -21,7 +21,10 @@ from typing import Any
 from air_hpc.agent.environment import thread_affinity
 from air_hpc.agent.logs import LineBuffer, NodeLog, node_log_path
 from air_hpc.agent.oom import oom_kills
+from air_hpc.agent.silence import SilenceWatch, stacks_path
 from air_hpc.agent.starters import Started, Starter, WorkerStart
+from air_hpc.config.spec import HangSpec
+from air_hpc.recovery.hang import PhaseDurations, RankReport
 from air_hpc.recovery.rules import SEARCHED_CHARS, RuleTable
 from air_hpc.rundir.fence import Token
 from air_hpc.rundir.layout import RunDir
@@ -98,6 +101,9 @@ class Worker:
     xids: list[Any] = field(default_factory=list)
     """Xids that the driver logged while it ran: numbers, or {xid, device}; for who watches them."""
 
+    told_steps: int = 0
+    """Of the compute time that the last heartbeat told."""
+
     def take_output(self, data: bytes) -> list[bytes]:
         """The whole lines that `data` completes; empty data ends the output."""
         lines = self.lines.feed(data) if data else self.lines.end()
@@ -144,13 +150,22 @@ class WorkerGroup:
         argv: Sequence[str],
         environ: Mapping[str, str],
         lease_until_ns: int,
+        *,
         rules: RuleTable | None = None,
+        hang: HangSpec | None = None,
+        durations: PhaseDurations | None = None,
     ) -> None:
-        """Start them all; raises OSError when one cannot be started (the others are killed)."""
+        """Start them all; raises OSError when one cannot be started (the others are killed).
+
+        `durations` is what the node has learned of how long phases take; it learns more here.
+        """
         self.token = start.token
         self._rules = rules
         self._oom_kills = oom_kills()
         log_dir = run.generation_dir(start.token.attempt, start.token.generation)
+        self.silence = SilenceWatch(
+            node, stacks_path(log_dir, node), hang or HangSpec(), durations or PhaseDurations()
+        )
         self._log = NodeLog(node_log_path(log_dir, node))
         self.workers: list[Worker] = []
         try:
@@ -274,6 +289,9 @@ class WorkerGroup:
             message = decode(data)
             if message is None:
                 continue
+            if message["kind"] == Message.INSPECTED:
+                self.silence.heard(worker.rank, message)
+                continue
             if message["kind"] in (Message.STOPPED, Message.FINISHED, Message.ERROR):
                 worker.last_words = message
             on_message(worker.rank, message)
@@ -306,15 +324,42 @@ class WorkerGroup:
     # -- watching ----------------------------------------------------------------------------------
 
     def progress(self) -> dict[str, Any]:
-        """The node's part of a heartbeat: the least step done, the phases and who has ended.
+        """The node's part of a heartbeat: the least step done, the phases, who has ended and, where
+        there is one, who is overdue.
 
         Ends are said with every beat, since the message of an end may be lost with its connection.
         """
+        overdue = [late.to_json() for late in self.silence.overdue]
+        compute = self._new_compute()
         return {
             "done_step": min((w.page.read(Word.DONE_STEP) for w in self.workers), default=NONE),
             "phases": sorted({w.phase for w in self.workers}),
             "ended": self.ends(),
+            **({"overdue": overdue} if overdue else {}),
+            **({"compute": compute} if compute else {}),
         }
+
+    def watch(self, now: float, stalled_s: float = 0.0) -> None:
+        """Look for signs of progress; see `SilenceWatch.look`."""
+        self.silence.look(self.workers, now, stalled_s)
+
+    def inspect(self, now: float) -> None:
+        """Begin to find out what every worker is doing; see `SilenceWatch.inspect`."""
+        self.silence.inspect(self.workers, now)
+
+    def inspected(self) -> list[RankReport] | None:
+        """The reports of `inspect`, once; None before they are there."""
+        return self.silence.inspected()
+
+    def _new_compute(self) -> dict[str, list[int]]:
+        """By rank the totals [ns, steps] of its compute, where they changed since the last beat."""
+        changed = {}
+        for worker in self.workers:
+            steps = worker.page.read(Word.COMPUTE_STEPS)
+            if steps != worker.told_steps:
+                worker.told_steps = steps
+                changed[str(worker.rank)] = [worker.page.read(Word.COMPUTE_NS), steps]
+        return changed
 
     def ends(self) -> list[dict[str, Any]]:
         """How those that have ended did."""

@@ -80,7 +80,7 @@ def describe(task: Task) -> str:
         ("FLOP/token", f"{scaled(plan.flops_per_token.causal, 'FLOP')} causal, "
                        f"{scaled(plan.flops_per_token.palm, 'FLOP')} palm (forward and backward)"),
         ("mesh", f"{mesh_text(task)}, on {plan.nodes} node{'' if plan.nodes == 1 else 's'} × "
-                 f"{plan.devices_per_node} {spec.accelerator.name}"),
+                 f"{plan.devices_per_node} {spec.accelerator.name}{spares_text(task)}"),
         ("batch", f"{spec.train.global_batch_size} sequences of {spec.data.sequence_length} tokens "
                   f"= {plan.tokens_per_step:,} tokens a step; on each rank {plan.micro_batch_size} "
                   f"at once, {plan.accumulation_steps} times"),
@@ -116,6 +116,14 @@ def mesh_text(task: Task) -> str:
     if len(used) < 2:
         return used[0] if used else "one rank"
     return f"{' × '.join(used)} = {task.plan.world_size} ranks"
+
+
+def spares_text(task: Task) -> str:
+    """The nodes that are asked for beside those that train; empty where there are none."""
+    spares = task.spec.allocated_nodes - task.plan.nodes
+    if not spares:
+        return ""
+    return f", and {spares} spare node{'' if spares == 1 else 's'}"
 
 
 def peak_text(peak: float | None, source: str, precision: str) -> str:

@@ -109,6 +109,7 @@ def describe(view: RunView) -> str:
             f"training {duration(spent.training_s)}, lost {duration(spent.lost_s)}, "
             f"stopping {duration(spent.stopping_s)}",
         ),
+        ("slow", "; ".join(map(str, status.stragglers))),
         ("failure", str(status.failure_class) if status.failure_class else ""),
         ("MLflow run", status.mlflow_run_id or UNKNOWN),
         ("directory", str(view.run.path)),

@@ -254,7 +254,8 @@ class HangSpec:
     """How long a phase of a worker may last without a sign of progress before it counts as a hang.
 
     The limit of a phase is `factor` times the longest that this run has seen it take in good
-    health, and never less than its floor here (seconds).
+    health, and never less than its floor here (seconds). The first step of a generation builds
+    communicators and kernels: its floor is the larger of `step_s` and `first_step_s`.
     """
 
     factor: float = at_least(1, 5.0)
@@ -264,6 +265,7 @@ class HangSpec:
     compile_s: float = above(0, 3600.0)
     data_s: float = above(0, 1800.0)
     load_s: float = above(0, 1800.0)
+    first_step_s: float = above(0, 900.0)
     step_s: float = above(0, 300.0)
     save_s: float = above(0, 1800.0)
     eval_s: float = above(0, 1800.0)
@@ -463,3 +465,14 @@ class RunSpec:
     recovery: RecoverySpec = field(default_factory=RecoverySpec)
     tracking: TrackingSpec = field(default_factory=TrackingSpec)
     code: CodeSpec = field(default_factory=CodeSpec)
+
+    @property
+    def allocated_nodes(self) -> int:
+        """The nodes that an allocation of this run has: those that train, and its hot spares."""
+        spares = self.recovery.spare_nodes if self.recovery.restart == "spare" else 0
+        return self.launch.nodes + spares
+
+    @property
+    def outlives_nodes(self) -> bool:
+        """Whether the job goes on when one of its nodes is lost (Slurm's --no-kill)."""
+        return self.recovery.restart != "requeue" and self.allocated_nodes > 1

@@ -52,7 +52,7 @@ def build(spec: RunSpec, plan: Plan, where: JobHeader) -> Options:
         ("open-mode", "append"),
         ("chdir", where.chdir),
         ("export", spec.cluster.export),
-        ("nodes", str(plan.nodes)),
+        ("nodes", str(spec.allocated_nodes)),
         ("ntasks-per-node", "1"),
     ]
     cpus = cpus_per_node(spec, plan)
@@ -75,6 +75,8 @@ def build(spec: RunSpec, plan: Plan, where: JobHeader) -> Options:
     options += [(name, str(value)) for name, value in named.items() if value is not None]
     if launch.exclusive:
         options.append(("exclusive", True))
+    if spec.outlives_nodes:
+        options.append(("no-kill", True))
     # Without "B:" the signal reaches the agents, not this shell.
     options.append(("signal", f"USR2@{math.ceil(plan.lead_s)}"))
     options.append(("no-requeue" if launch.continuation == "none" else "requeue", True))

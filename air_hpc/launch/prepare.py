@@ -332,10 +332,9 @@ def _allocation_problems(spec: RunSpec, environ: Mapping[str, str]) -> list[Prob
             )
         ]
     nodes = environ.get("SLURM_JOB_NUM_NODES", "")
-    if nodes.isdecimal() and int(nodes) < spec.launch.nodes:
-        allowed = f"at most {nodes}"
+    if nodes.isdecimal() and int(nodes) < spec.allocated_nodes:
         why = f"is more than the allocation {environ['SLURM_JOB_ID']} has"
-        return [Problem("launch.nodes", str(spec.launch.nodes), why, allowed)]
+        return [limits.too_many_nodes(spec, int(nodes), why)]
     return []
 
 

@@ -119,6 +119,7 @@ def body(spec: RunSpec, plan: Plan, place: ScriptPlace) -> str:
         container_srun_args=_pyxis_args(spec),
         srun_args=srun_args(spec, plan),
         command=command(spec),
+        continuation=silent_continuation(spec),
     )
     return re.sub(r"\n{3,}", "\n\n", text)
 
@@ -132,13 +133,26 @@ def header(chosen: Options) -> str:
 
 def srun_args(spec: RunSpec, plan: Plan) -> list[str]:
     """One agent on each node; an agent that leaves early must not take the others with it."""
-    args = [f"--nodes={plan.nodes}", f"--ntasks={plan.nodes}", "--ntasks-per-node=1"]
+    nodes = spec.allocated_nodes
+    args = [f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"]
     cpus = options.cpus_per_node(spec, plan)
     if cpus is not None:
         # srun does not take it over from sbatch from 22.05 on.
         args.append(f"--cpus-per-task={cpus}")
     args += ["--export=ALL", "--kill-on-bad-exit=0", "--wait=0"]
+    if spec.outlives_nodes:
+        # Else the step ends on all nodes when Slurm gives one up.
+        args.append("--no-kill")
     return [*args, *spec.cluster.srun_args]
+
+
+def silent_continuation(spec: RunSpec) -> str:
+    """What the script does of itself where the agents were killed and left no word.
+
+    Nothing in an allocation, which is the user's own, or where the next job of a chain waits.
+    """
+    asks = spec.cluster.kind == "slurm" and spec.launch.continuation in ("requeue", "resubmit")
+    return spec.launch.continuation if asks else "none"
 
 
 def command(spec: RunSpec) -> str:

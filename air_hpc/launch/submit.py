@@ -16,7 +16,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from air_hpc.errors import BadInput, EnvironmentFailure, Problem
-from air_hpc.launch import bulk, machine, prepare
+from air_hpc.launch import bulk, excluding, machine, prepare
+from air_hpc.launch.excluding import Avoid
 from air_hpc.launch.executor import AgentExecutor
 from air_hpc.launch.prepare import Progress, Task
 from air_hpc.launch.result import Result, result_of
@@ -122,6 +123,9 @@ def dry_run(tasks: Sequence[Task], *, cwd: Path | None = None) -> str:
     checked = prepare.check(tasks, cwd=here, snapshot=site)
     planned = prepare.plan_submission(checked, cwd=here, submission_id=None)
     lines += [f"# warning: {problem}" for problem in checked.warnings]
+    first = checked.tasks[0]
+    avoid = excluding.for_run(prepare.runs_dir_of(first.spec, here), first.spec, first.plan, site)
+    lines += [f"# {problem}" for problem in avoid.problems]
     by_id = dict(zip(planned.run_ids, checked.tasks, strict=True))
     for number, part in enumerate(planned.chunks):
         asks = [ask for ask in planned.asks if ask.chunk == number]
@@ -165,8 +169,10 @@ def _finish(
         if ask.state == AskState.ANSWERED:
             _record(current, ask)
             continue
+        avoid = excluding.for_chunk(current, current.chunks[ask.chunk])
+        found += [problem for problem in avoid.problems if problem not in found]
         try:
-            current = _make_ask(current, index, sleep)
+            current = _make_ask(current, index, avoid, sleep)
         except CommandFailure as failure:
             if not _queue_full(failure):
                 raise
@@ -191,7 +197,9 @@ def _finish(
     return result_of(current, tuple(found))
 
 
-def _make_ask(current: Submission, index: int, sleep: Callable[[float], None]) -> Submission:
+def _make_ask(
+    current: Submission, index: int, avoid: Avoid, sleep: Callable[[float], None]
+) -> Submission:
     """Make one ask so that it is made once; the record with its answer."""
     ask = current.asks[index]
     if ask.state == AskState.ASKED:
@@ -203,7 +211,7 @@ def _make_ask(current: Submission, index: int, sleep: Callable[[float], None]) -
     executor = AgentExecutor(
         Path(current.chunks[ask.chunk].script),
         timeout_s=current.timeout_s,
-        sbatch_args=_sbatch_args(current, ask),
+        sbatch_args=[*_sbatch_args(current, ask), *avoid.sbatch_args],
     )
     last: EnvironmentFailure | None = None
     for _ in range(TRIES):

@@ -15,6 +15,7 @@ from air_hpc.errors import Problem
 from air_hpc.plan.flops import count_parameters, flops_per_token
 from air_hpc.plan.memory import memory_per_rank, state_bytes
 from air_hpc.plan.mesh import largest_divisor, nearest_divisors, resolve_mesh
+from air_hpc.plan.resize import elastic_warning
 from air_hpc.plan.types import Mesh, Plan
 from air_hpc.plan.validity import check_spec, depends_on
 
@@ -57,7 +58,7 @@ def make_plan(
     if mesh is None or unsure or any(not problem.warning for problem in problems):
         return None, problems
     plan = _plan(spec, mesh, micro_batch_size, local_cpu_count)
-    return plan, problems + _memory_warning(spec, plan)
+    return plan, problems + _memory_warning(spec, plan) + elastic_warning(spec, plan)
 
 
 def _plan(spec: RunSpec, mesh: Mesh, micro_batch_size: int, local_cpu_count: int | None) -> Plan:

@@ -14,6 +14,7 @@ def plan_json(plan: Plan, spec: RunSpec) -> dict[str, Any]:
         "mesh": {axis: getattr(plan.mesh, axis) for axis in (*MESH_AXES, "ep")},
         "world_size": plan.world_size,
         "nodes": plan.nodes,
+        "allocated_nodes": spec.allocated_nodes,
         "devices_per_node": plan.devices_per_node,
         "model": spec.model.name,
         "accelerator": spec.accelerator.name,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import urllib.parse
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import get_args
 
 from air_hpc.config.spec import RunSpec
@@ -208,6 +208,64 @@ def _heartbeat(spec: RunSpec) -> Iterable[Problem]:
         )
 
 
+def _hang_limits(spec: RunSpec) -> Iterable[Problem]:
+    """A limit below what tells a dead node: a loss would be taken for a hang of those that wait."""
+    recovery = spec.recovery
+    limits = {
+        f"recovery.hang.{f.name}": getattr(recovery.hang, f.name)
+        for f in fields(recovery.hang)
+        if f.name.endswith("_s")
+    }
+    shortest = min(limits, key=lambda key: float(limits[key]))
+    limit_s = limits[shortest]
+    early = f"would count as hanging before it is given up ({shortest} {limit_s:g})"
+    late = f"a hang would be told after its limit ({shortest} {limit_s:g})"
+    for name, message in (
+        ("heartbeat_timeout_s", f"whoever waits for a node that died {early}"),
+        ("heartbeat_interval_s", late),
+    ):
+        value_s = getattr(recovery, name)
+        if value_s >= limit_s:
+            key, hint = f"recovery.{name}", f"Or raise {shortest}"
+            yield Problem(key, f"{value_s:g}", message, f"below {limit_s:g}", hint)
+
+
+def _restart(spec: RunSpec) -> Iterable[Problem]:
+    recovery, nodes = spec.recovery, spec.launch.nodes
+    fewest, spares, policy = recovery.min_nodes, recovery.spare_nodes, recovery.restart
+    if fewest is not None and fewest > nodes:
+        yield Problem(
+            "recovery.min_nodes",
+            str(fewest),
+            f"is more than the run has (launch.nodes {nodes})",
+            f"null or 1 to {nodes}",
+        )
+    if fewest is not None and policy != "elastic":
+        yield Problem(
+            "recovery.min_nodes",
+            str(fewest),
+            f"recovery.restart={policy} never trains on fewer nodes",
+            "null",
+            "Or set recovery.restart=elastic",
+        )
+    if spares and policy != "spare":
+        yield Problem(
+            "recovery.spare_nodes",
+            str(spares),
+            f"recovery.restart={policy} takes none",
+            "0",
+            "Or set recovery.restart=spare",
+        )
+    if policy == "spare" and not spares:
+        yield Problem(
+            "recovery.spare_nodes",
+            "0",
+            "recovery.restart=spare has nothing to take from",
+            "at least 1",
+            "Or use recovery.restart=same, which needs none",
+        )
+
+
 def _container(spec: RunSpec) -> Iterable[Problem]:
     container = spec.cluster.container
     if container.kind != "none" and container.image is None:
@@ -219,7 +277,14 @@ def _container(spec: RunSpec) -> Iterable[Problem]:
 
 
 def _local_nodes(spec: RunSpec) -> Iterable[Problem]:
-    if spec.cluster.kind == "local" and spec.launch.nodes > 1:
+    if spec.cluster.kind != "local":
+        return
+    if spec.allocated_nodes > spec.launch.nodes:
+        spares = str(spec.recovery.spare_nodes)
+        message = f"cluster={spec.cluster.name} is one machine and has no spare"
+        hint = "Set recovery.restart=same, or choose cluster=slurm"
+        yield Problem("recovery.spare_nodes", spares, message, "0", hint)
+    if spec.launch.nodes > 1:
         yield Problem(
             "launch.nodes",
             str(spec.launch.nodes),
@@ -267,6 +332,11 @@ def _tracking(spec: RunSpec) -> Iterable[Problem]:
         )
 
 
+_DEADLINES = tuple(
+    f"recovery.{name}" for name in ("heartbeat_interval_s", "heartbeat_timeout_s", "lease_s")
+)
+_POLICY = tuple(f"recovery.{name}" for name in ("restart", "spare_nodes", "min_nodes"))
+
 RULES: tuple[Rule, ...] = (
     Rule(("model",), _model_shape),
     Rule(("model", "parallelism", "data.sequence_length"), _degrees),
@@ -276,9 +346,11 @@ RULES: tuple[Rule, ...] = (
     Rule(("accelerator",), _accelerator_figures),
     Rule(("schedule", "train.steps"), _schedule),
     Rule(("launch.time_limit_min", "launch.lead_s"), _time_limit),
-    Rule(("recovery",), _heartbeat),
+    Rule(_DEADLINES, _heartbeat),
+    Rule((*_DEADLINES, "recovery.hang"), _hang_limits),
+    Rule((*_POLICY, "launch.nodes"), _restart),
     Rule(("cluster",), _container),
-    Rule(("cluster", "launch.nodes"), _local_nodes, here=True),
+    Rule(("cluster", "launch.nodes", *_POLICY), _local_nodes, here=True),
     Rule(("runs_dir",), _runs_dir),
     Rule(("tracking.uri", "cluster", "runs_dir"), _tracking),
 )

@@ -8,7 +8,10 @@ Rules, in order:
    nothing, however many they are;
 3. `max_no_progress` ends in a row that were not free, without a newer committed step, stop the
    run: it fails at the same place;
-4. more than `max_failures` ends that were not free stop it too.
+4. more than `max_unknown` ends that nobody could name, or `max_failures` others that were not
+   free, stop it too;
+5. what is retried goes on inside the allocation where it can, after a back-off that grows with the
+   ends in a row; else the job is requeued, without the nodes that are to be avoided.
 """
 
 from __future__ import annotations
@@ -30,14 +33,16 @@ NOT_RETRIED = frozenset(
         FailureClass.ENVIRONMENT,
     }
 )
+LONGEST_BACK_OFF_S = 60.0
 
 
 @dataclass(frozen=True)
 class Decision:
-    """A verdict and why."""
+    """A verdict and why; `delay_s` is the back-off before the next generation or local attempt."""
 
     verdict: Verdict
     reason: str
+    delay_s: float = 0.0
 
 
 def decide(
@@ -46,15 +51,19 @@ def decide(
     history: Sequence[End],
     budget: RecoverySpec,
     *,
+    can_continue: bool = False,
     can_restart: bool = True,
     unrecoverable: bool = False,
+    avoids_nodes: bool = False,
     action: RuleAction | None = None,
 ) -> Decision:
-    """The verdict for an attempt that ends now; `history` has the earlier ends, oldest first.
+    """The verdict for an end; `history` has the earlier ends of the run, oldest first.
 
-    `can_restart` is False where the config asks for no continuation; `unrecoverable` marks an end
-    that no restart mends (a recorded checkpoint is gone). `action` is what the rule that gave the
-    class asks for: `stop`, or `restart` and `exclude`, which also retry a class that is not.
+    `can_continue`: whether the allocation can carry another generation. `can_restart` is False
+    where the config asks for no continuation; `unrecoverable` marks an end that no restart mends
+    (a recorded checkpoint is gone). `avoids_nodes`: nodes are to be excluded. `action` is what the
+    rule that gave the class asks for: `stop`, or `restart` and `exclude`, which also retry a class
+    that is not retried by itself.
     """
     final = failure_class in (FailureClass.COMPLETED, FailureClass.CANCELLED)
     if final or (failure_class in NOT_RETRIED and action is None):
@@ -63,23 +72,54 @@ def decide(
         return Decision(Verdict.STOP, f"{failure_class} is not retried: its rule says stop")
     if unrecoverable:
         return Decision(Verdict.STOP, "no restart can mend this")
+    in_a_row = failures_in_a_row(failure_class, committed_step, history)
+    over = _over_budget(failure_class, in_a_row, history, budget) if in_a_row else None
+    if over is not None:
+        return Decision(Verdict.STOP, over)
+    cost = _cost(failure_class, history, budget) if in_a_row else f"{failure_class} costs no budget"
+    delay_s = back_off_s(in_a_row)
+    if can_continue and failure_class not in FREE:
+        return Decision(Verdict.CONTINUE, cost, delay_s)
     if not can_restart:
         return Decision(Verdict.STOP, "launch.continuation=none")
-    in_a_row = failures_in_a_row(failure_class, committed_step, history)
-    if in_a_row == 0:
-        return Decision(Verdict.REQUEUE, f"{failure_class} costs no budget")
+    verdict = Verdict.EXCLUDE_AND_REQUEUE if avoids_nodes else Verdict.REQUEUE
+    return Decision(verdict, cost, delay_s)
+
+
+def back_off_s(in_a_row: int) -> float:
+    """The pause before the next try: none after the first failure, then 1, 3, 7 ... seconds."""
+    return min(LONGEST_BACK_OFF_S, 2.0 ** max(0, in_a_row - 1) - 1)
+
+
+def _over_budget(
+    failure_class: FailureClass, in_a_row: int, history: Sequence[End], budget: RecoverySpec
+) -> str | None:
     if in_a_row >= budget.max_no_progress:
-        return Decision(
-            Verdict.STOP,
+        return (
             f"{in_a_row} ends in a row without a newer committed step "
-            f"(recovery.max_no_progress={budget.max_no_progress})",
+            f"(recovery.max_no_progress={budget.max_no_progress})"
         )
-    failures = 1 + sum(not free for free in _free_ends(history))
-    if failures > budget.max_failures:
-        return Decision(
-            Verdict.STOP, f"{failures} failures (recovery.max_failures={budget.max_failures})"
-        )
-    return Decision(Verdict.REQUEUE, f"failure {failures} of {budget.max_failures}")
+    spent, allowed, key = _spent(failure_class, history, budget)
+    return f"{spent} failures (recovery.{key}={allowed})" if spent > allowed else None
+
+
+def _cost(failure_class: FailureClass, history: Sequence[End], budget: RecoverySpec) -> str:
+    spent, allowed, key = _spent(failure_class, history, budget)
+    return f"failure {spent} of {allowed} (recovery.{key})"
+
+
+def _spent(
+    failure_class: FailureClass, history: Sequence[End], budget: RecoverySpec
+) -> tuple[int, int, str]:
+    """How many ends of this one's kind were not free, with it; how many may be, by which key."""
+    unknown = failure_class is FailureClass.UNKNOWN
+    spent = 1 + sum(
+        not free and (end.failure_class is FailureClass.UNKNOWN) == unknown
+        for end, free in zip(history, _free_ends(history), strict=True)
+    )
+    if unknown:
+        return spent, budget.max_unknown, "max_unknown"
+    return spent, budget.max_failures, "max_failures"
 
 
 def failures_in_a_row(

@@ -307,19 +307,21 @@ class Classified:
     @property
     def action(self) -> RuleAction | None:
         """What the rule asks for that decided the class; None leaves it to the class."""
-        return self.failure.action if self._by_rule and self.failure else None
+        return self.failure.action if self.by_failure and self.failure else None
 
     @property
-    def _by_rule(self) -> bool:
+    def by_failure(self) -> bool:
+        """Whether the class is that of the failure: not a signal's, a lost node's or a hang's."""
         return self.failure is not None and self.failure.failure_class is self.failure_class
 
     def facts(self) -> dict[str, Any]:
         """For the ledger: class, evidence, and where the failure was first, by which rule."""
-        known = self.failure if self._by_rule else None
+        known = self.failure if self.by_failure else None
         return {
             "failure_class": self.failure_class,
             "evidence": self.evidence,
             "rule": None if known is None else known.rule,
+            "action": None if known is None else known.action,
             "hint": None if known is None or not known.hint else known.hint,
             "rank": None if known is None else known.rank,
             "node": self.node if known is None else known.node,

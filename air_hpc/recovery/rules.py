@@ -32,6 +32,14 @@ SEARCHED_CHARS = 1000
 MOST_LOG_MATCHES = 4
 
 
+def rule_action(word: object) -> RuleAction | None:
+    """An action as a ledger holds it; None for anything else."""
+    return next((known for known in _ACTIONS if known == word), None)
+
+
+_ACTIONS: tuple[RuleAction, ...] = ("restart", "exclude", "stop")
+
+
 @dataclass(frozen=True)
 class LogMatch:
     """A line of a worker's log, and the rule whose pattern was found in it."""

@@ -55,6 +55,11 @@ class StopAgreement:
         """Nodes that have not reported, by name."""
         return tuple(sorted(self.members - self._reports.keys()))
 
+    @property
+    def deadline(self) -> float | None:
+        """When a `tick` gives up, if nothing happens before; None where none will."""
+        return None if self.target is not None or self._given_up else self._deadline
+
     def request(self, reason: str, now: float) -> Action | None:
         """Ask for a stop at time `now`; a second call changes nothing."""
         if self.requested:
@@ -70,16 +75,14 @@ class StopAgreement:
         if self._given_up:
             return None
         self._reports.setdefault(member, begun_step)
-        if self.missing:
+        if len(self._reports) < len(self.members):
             return None
         self.target = max(0, *self._reports.values())
         return Action.SET_TARGET
 
     def tick(self, now: float) -> Action | None:
         """Called as time passes."""
-        if self._deadline is None or self.target is not None or self._given_up:
-            return None
-        if now < self._deadline:
+        if self.deadline is None or now < self.deadline:
             return None
         self._given_up = True
         return Action.GIVE_UP

@@ -102,6 +102,7 @@ class RunView:
             },
             "rolled_back": [list(steps) for steps in status.rolled_back],
             "bad_steps": list(status.bad_steps),
+            "stragglers": [asdict(slow) for slow in status.stragglers],
             "unreadable_ledger_lines": self.unreadable_lines,
         }
 

@@ -14,6 +14,8 @@ from typing import Any
 from air_hpc.rundir.events import Kind
 
 MAX_BYTES = 64 * 1024
+INSPECT = "inspect"
+"""The one message from the agent to a worker, with `question`, which the answer repeats."""
 
 
 class Message(StrEnum):
@@ -45,6 +47,8 @@ class Message(StrEnum):
     """step: left at the agreed step with its state saved (`saved` says whether)."""
     FINISHED = "finished"
     """step: all steps are done and saved."""
+    INSPECTED = "inspected"
+    """question, groups, stacks: the answer of the worker's own thread to INSPECT (every rank)."""
     ERROR = "error"
     """traceback, failure_class (null: the agent finds it), and the facts of
     `session.failure.error_facts`: why the worker ends."""

@@ -8,10 +8,14 @@ single machine instruction (through a native `memoryview` cast), so it is never 
 No word is ordered against another: a processor may hold a store back (for microseconds) while it
 loads. So whoever sets STOP_FLAG waits some milliseconds before it reads BEGUN_STEP; by then either
 the worker has seen the flag, or the step that it began without seeing it is in the page.
+
+Behind the words, the same file takes the stacks that a worker writes when its agent signals it to
+(`begin_dump`, `read_dump`): both hold it open already, it is memory, and it ends with them.
 """
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 from enum import IntEnum
@@ -61,6 +65,8 @@ class Page:
         """A fresh page with nothing begun and no target."""
         fd = os.memfd_create("air_hpc_session")
         os.ftruncate(fd, _SIZE)
+        # Shared by all who inherit it: whatever is written to the file goes behind the words.
+        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_APPEND)
         page = cls(fd)
         for word in (Word.BEGUN_STEP, Word.DONE_STEP, Word.TARGET_STEP):
             page.write(word, NONE)
@@ -86,3 +92,13 @@ class Page:
             self._map.close()
             os.close(self.fd)
             self.fd = -1
+
+
+def begin_dump(fd: int) -> None:
+    """Forget what was dumped behind the words of the page file `fd`."""
+    os.ftruncate(fd, _SIZE)
+
+
+def read_dump(fd: int, most_bytes: int) -> bytes:
+    """What was dumped since `begin_dump`, at most `most_bytes` of it."""
+    return os.pread(fd, most_bytes, _SIZE)

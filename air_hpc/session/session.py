@@ -51,6 +51,7 @@ from air_hpc.rundir.spool import SpoolWriter
 from air_hpc.session.failure import error_facts
 from air_hpc.session.messages import Message, encode
 from air_hpc.session.page import NONE, PHASES, Page, Word
+from air_hpc.session.watch import start_watch
 
 POLL_S = 0.001
 ENV_PREFIX = "AIR_HPC_"
@@ -143,6 +144,7 @@ class Session:
         env = WorkerEnv.from_environ(os.environ if environ is None else environ)
         channel = socket.socket(fileno=env.socket_fd)
         channel.settimeout(30)
+        start_watch(channel, env.rank, env.page_fd)
         return cls(env, Page.attach(env.page_fd), channel)
 
     @classmethod
@@ -220,6 +222,15 @@ class Session:
         self._page.write(Word.DONE_STEP, step)
         if metrics and self._spool is not None:
             self._spool.log(step, metrics)
+
+    def computed(self, compute_ns: int, steps: int) -> None:
+        """Running totals of this rank: nanoseconds of its own compute, and over how many steps.
+
+        Told where a step logs. The two words may be read between their writes: then one report has
+        the compute of an interval more, and the next one is right again.
+        """
+        self._page.write(Word.COMPUTE_NS, compute_ns)
+        self._page.write(Word.COMPUTE_STEPS, steps)
 
     def stop_requested(self) -> bool:
         """Whether a stop was asked for (a hint for long phases; `begin_step` is what decides)."""

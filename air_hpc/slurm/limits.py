@@ -240,25 +240,21 @@ def _size_problems(
     nodes = snapshot.nodes_of(partition.name)
     total = partition.total_nodes or len(nodes)
     most = min(total, partition.max_nodes) if partition.max_nodes is not None else total
-    if plan.nodes > most:
+    asked = spec.allocated_nodes
+    if asked > most:
         why = "has" if most == total else "gives one job"
+        yield too_many_nodes(spec, most, f"is more than partition {partition.name} {why}")
+    elif asked < partition.min_nodes:
         yield Problem(
             "launch.nodes",
-            str(plan.nodes),
-            f"is more than partition {partition.name} {why}",
-            f"at most {most}",
-        )
-    elif plan.nodes < partition.min_nodes:
-        yield Problem(
-            "launch.nodes",
-            str(plan.nodes),
+            str(spec.launch.nodes),
             f"is less than partition {partition.name} takes",
             f"at least {partition.min_nodes}",
         )
     if not nodes:
         return
     # A number of nodes that is too large is told above: here, whether any so many would do.
-    wanted = max(1, min(plan.nodes, most))
+    wanted = max(1, min(asked, most))
     fits: tuple[Node, ...] = nodes
     for key, value, message, test in _needs(spec, plan):
         fitting = tuple(node for node in fits if test(node))
@@ -277,11 +273,35 @@ def _size_problems(
     if usable < wanted:
         yield Problem(
             "launch.nodes",
-            str(plan.nodes),
+            str(spec.launch.nodes),
             f"only {usable} such nodes of partition {partition.name} are up",
             hint="The job will wait for the others",
             warning=True,
         )
+
+
+def fits(spec: RunSpec, plan: Plan, nodes: tuple[Node, ...]) -> tuple[Node, ...]:
+    """Those of these nodes that have what the run asks of each."""
+    tests = [test for _, _, _, test in _needs(spec, plan)]
+    return tuple(node for node in nodes if all(test(node) for test in tests))
+
+
+def too_many_nodes(spec: RunSpec, most: int, why: str) -> Problem:
+    """More nodes than there are: the training's own, or only with its spares. `why`: than what."""
+    nodes, spares = spec.launch.nodes, spec.allocated_nodes - spec.launch.nodes
+    if nodes > most or not spares:
+        allowed = f"at most {max(0, most - spares)}"
+        beside = f" with the {spares} of recovery.spare_nodes" if spares else ""
+        return Problem("launch.nodes", str(nodes), f"{why}{beside}", allowed)
+    left = most - spares
+    none = ", and the spares would leave no node to train on" if left < 1 else ""
+    return Problem(
+        "recovery.spare_nodes",
+        str(spares),
+        f"with launch.nodes {nodes} {why} ({most}){none}",
+        f"at most {most - nodes}",
+        "Ask for fewer spares, or use recovery.restart=elastic, which needs none",
+    )
 
 
 def _needs(spec: RunSpec, plan: Plan) -> Iterator[tuple[str, str, str, Callable[[Node], bool]]]:

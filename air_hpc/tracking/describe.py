@@ -98,6 +98,7 @@ def tags(
         "air_hpc.failure_class": status.failure_class,
         "air_hpc.evidence": status.evidence,
         "air_hpc.rolled_back": ranges_text(rolled_back) or None,
+        "air_hpc.stragglers": _stragglers(status, events),
         "air_hpc.device": status.measured.get("device_name"),
         "air_hpc.peak_source": status.measured.get("peak_source"),
     }
@@ -125,6 +126,13 @@ def _sweep(events: Sequence[Event], extra: Mapping[str, Any]) -> Any:
     return extra.get("sweep")
 
 
+def _stragglers(status: RunStatus, events: Sequence[Event]) -> str | None:
+    """The slow ranks; `none` once those that were are slow no more: a tag cannot be taken back."""
+    if status.stragglers:
+        return "; ".join(map(str, status.stragglers))
+    return "none" if any(event.kind == Kind.STRAGGLER for event in events) else None
+
+
 def _folded(nodes: Sequence[str] | None) -> str | None:
     if not nodes:
         return None
@@ -135,9 +143,17 @@ def _folded(nodes: Sequence[str] | None) -> str | None:
 
 
 def control_metrics(
-    status: RunStatus, plan: Plan, *, rolled_back_steps: int, largest_difference: float | None
+    status: RunStatus,
+    plan: Plan,
+    *,
+    allocated_nodes: int,
+    rolled_back_steps: int,
+    largest_difference: float | None,
 ) -> dict[str, float]:
-    """Goodput and its parts, cost and recovery, in seconds, device hours and steps."""
+    """Goodput and its parts, cost and recovery, in seconds, device hours and steps.
+
+    The cost is of every node that the job holds, hot spares among them.
+    """
     time = status.time
     found: dict[str, float | None] = {
         "goodput/ratio": time.goodput,
@@ -146,8 +162,9 @@ def control_metrics(
         "time/training_s": time.training_s,
         "time/lost_s": time.lost_s,
         "time/stopping_s": time.stopping_s,
-        "cost/device_hours": time.allocated_s / 3600 * plan.nodes * plan.devices_per_node,
+        "cost/device_hours": time.allocated_s / 3600 * allocated_nodes * plan.devices_per_node,
         "recovery/attempts": status.attempt,
+        "recovery/stragglers": len(status.stragglers),
         "recovery/rolled_back_steps": rolled_back_steps,
         "recovery/rerun_loss_difference": largest_difference,
     }

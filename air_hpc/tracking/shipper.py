@@ -218,6 +218,7 @@ class RunShipper:
             metrics = control_metrics(
                 status,
                 self._frozen.plan,
+                allocated_nodes=self._frozen.spec.allocated_nodes,
                 rolled_back_steps=rolled_back_steps,
                 largest_difference=position.largest_difference,
             )

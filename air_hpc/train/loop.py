@@ -31,6 +31,7 @@ from air_hpc.plan.frozen import config_hash
 from air_hpc.plan.types import Plan
 from air_hpc.rundir.spool import LOSS, TOKENS_PER_S
 from air_hpc.session.session import Session
+from air_hpc.train.compute_time import compute_clock
 from air_hpc.train.optimizer import build_optimizer, learning_rate, set_learning_rate
 from air_hpc.train.rates import StepMeter, rates
 from air_hpc.train.setup import attention_backends, open_batches, set_determinism
@@ -80,6 +81,8 @@ class Trainer:
             self.parameters = list(self.spread.module.parameters())
             self.optimizer = build_optimizer(self.parameters, spec.optimizer, world.device)
         self.step = 0
+        self._computed_steps = 0
+        self._compute = compute_clock(world.device)
         self._said = 0.0
         with session.phase("load"):
             self._resume()
@@ -89,6 +92,7 @@ class Trainer:
         saver = self._saver
         last = self.spec.train.steps
         meter = StepMeter()
+        self._compute.start()
         try:
             with attention_backends(self.spec.train.deterministic, self.world.device):
                 while self.step < last and self.session.begin_step(self.step + 1):
@@ -121,6 +125,11 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         self.step = step
         meter.count()
+        self._computed_steps += 1
+        saves = step % self.spec.checkpoint.interval_steps == 0 and step < self.spec.train.steps
+        if logs or saves:
+            # What follows the ranks do not do alike, or together.
+            self._compute.stop()
         metrics: dict[str, float] = {}
         if logs:
             metrics[LOSS] = float(mean_over_data_ranks(loss, self.world))
@@ -140,8 +149,12 @@ class Trainer:
         self.session.end_step(step, metrics)
         if metrics:
             self._say(step, metrics)
-        if step % self.spec.checkpoint.interval_steps == 0 and step < self.spec.train.steps:
+        if logs and self._compute.total_ns is not None:
+            self.session.computed(self._compute.total_ns, self._computed_steps)
+        if saves:
             saver.save(step, self._state())
+        if logs or saves:
+            self._compute.start()
 
     def _say(self, step: int, metrics: dict[str, float]) -> None:
         """A line for people in rank 0's log, at most one in SAY_INTERVAL_S but for the last."""

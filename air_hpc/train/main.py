@@ -16,6 +16,7 @@ from typing import NoReturn
 
 from air_hpc.errors import EXIT_ENVIRONMENT, EXIT_OK, AirHpcError, BadInput, EnvironmentFailure
 from air_hpc.plan.frozen import FrozenRun, read_run_yaml
+from air_hpc.plan.resize import plan_for_world
 from air_hpc.rundir.commit import CheckpointUnreadable
 from air_hpc.rundir.fence import Fenced
 from air_hpc.rundir.words import FailureClass
@@ -78,6 +79,8 @@ def _train(session: Session, frozen: FrozenRun) -> int:
     from air_hpc.train.loop import train
 
     spec, plan, env = frozen.spec, frozen.plan, session.env
+    if env.world_size != plan.world_size:
+        plan = plan_for_world(spec, plan, env.world_size)
     torch.set_num_threads(plan.threads_per_worker)
     world = start_world(
         plan.mesh,

@@ -15,6 +15,7 @@ import psutil
 import air_hpc
 from air_hpc.agent.starters import Starter, make_starter
 from air_hpc.agent.workers import GenerationStart, WorkerGroup
+from air_hpc.config.spec import HangSpec
 from air_hpc.rundir.fence import Token
 from air_hpc.rundir.layout import RunDir, create_run_dir
 
@@ -49,11 +50,20 @@ class Group(WorkerGroup):
     """A worker group that keeps what its workers said."""
 
     def __init__(
-        self, run: RunDir, starter: Starter, ranks: int, argv: list[str], **behaviour: Any
+        self,
+        run: RunDir,
+        starter: Starter,
+        ranks: int,
+        argv: list[str],
+        *,
+        hang: HangSpec | None = None,
+        **behaviour: Any,
     ):
         self.said: list[tuple[int, dict[str, Any]]] = []
         lease = time.monotonic_ns() + 10**12
-        super().__init__(run, "n1", start_of(ranks), starter, argv, environ(**behaviour), lease)
+        super().__init__(
+            run, "n1", start_of(ranks), starter, argv, environ(**behaviour), lease, hang=hang
+        )
 
     def listen_until(self, done: Callable[[], bool]) -> None:
         """Do what an agent's loop does until `done`."""
@@ -63,6 +73,7 @@ class Group(WorkerGroup):
         self.pump(lambda rank, message: self.said.append((rank, message)))
         if self.reap():
             self.pump(lambda rank, message: self.said.append((rank, message)))
+        self.watch(time.monotonic())
         return False
 
     def listen_to_the_end(self) -> dict[int, int | None]:

@@ -13,6 +13,8 @@ from air_hpc.agent.coordinator import Coordinator
 from air_hpc.agent.environment import JobContext
 from air_hpc.plan.frozen import read_run_yaml
 from air_hpc.recovery.cause import SlurmWord
+from air_hpc.recovery.detector import Answer
+from air_hpc.recovery.restart import RestartPolicy
 from air_hpc.rundir.events import Event, Kind, read_ledger
 from air_hpc.rundir.layout import RunDir
 from air_hpc.rundir.words import FailureClass, Verdict
@@ -20,6 +22,8 @@ from air_hpc.rundir.words import FailureClass, Verdict
 NODES = ("n1", "n2")
 JOB = "12"
 RUNNING = SlurmWord("RUNNING", 0, version=(22, 5))
+TIMES = RestartPolicy(sizes=(2,), start_timeout_s=60, stop_timeout_s=20)
+GATHER_S, KILL_WAIT_S, LEAVE_S = TIMES.gather_s, TIMES.kill_wait_s, TIMES.leave_s
 PREEMPTED = SlurmWord("RUNNING", 0, preempted=True, version=(22, 5))
 
 
@@ -28,6 +32,7 @@ BASE = (
     "launch.nodes=2",
     "launch.devices_per_node=2",
     "launch.start_timeout_s=60",
+    "recovery.restart=requeue",
     "recovery.heartbeat_timeout_s=5",
     "recovery.stop_timeout_s=20",
     "train.steps=10",
@@ -50,6 +55,33 @@ class FakeSocket:
         return [node for node, _ in self.of(kind)]
 
 
+class FakeProber:
+    """Machines that answer, but for those in `gone`, which refuse, and those in `off`."""
+
+    def __init__(self) -> None:
+        self.gone: set[str] = set()
+        self.off: set[str] = set()
+        self._begun: list[str] = []
+
+    def begin(self, node: str, address: str, port: int) -> None:
+        self._begun.append(node)
+
+    def poll(self) -> list[tuple[str, Answer]]:
+        begun, self._begun = self._begun, []
+        return [(node, self._answer(node)) for node in begun]
+
+    def _answer(self, node: str) -> Answer:
+        if node in self.gone:
+            return Answer.REFUSED
+        return Answer.SILENT if node in self.off else Answer.CONNECTED
+
+    def fileno(self) -> int:
+        return -1
+
+    def close(self) -> None:
+        pass
+
+
 class FakeScheduler:
     """Says what a test wants Slurm to say."""
 
@@ -67,6 +99,9 @@ class FakeScheduler:
 
     def requeue(self) -> bool:
         raise AssertionError("the coordinator writes an intent, and asks for nothing itself")
+
+    def cancel(self) -> bool:
+        raise AssertionError("the coordinator cancels nothing")
 
 
 class AnsweredAtOnce:
@@ -92,9 +127,11 @@ class Play:
         local: bool = False,
     ) -> None:
         self.run = run
+        self.nodes = nodes
         self.now = 1000.0
         self.said: list[str] = []
         self.socket = FakeSocket()
+        self.prober = FakeProber()
         self.scheduler = scheduler or FakeScheduler()
         kind: Any = "local" if local else "slurm"
         job = None if local else JOB
@@ -109,6 +146,7 @@ class Play:
             clock=lambda: self.now,
             wall_clock=lambda: self.now + 1e9,
             ask=AnsweredAtOnce,
+            prober=self.prober,  # type: ignore[arg-type]
         )
 
     # -- what nodes say --
@@ -122,18 +160,34 @@ class Play:
                 "address": "127.0.0.1",
                 "ports": [20001, 20002],
                 "devices": [{"model": "cpu", "memory_bytes": None}] * 2,
+                "facts": {"liveness_port": 9},
                 **facts,
             }
             self.coordinator.on_message(node, message)
 
     def beat(self, *nodes: str, **facts: Any) -> None:
         for node in nodes:
-            message = {"type": "heartbeat", "sequence": 1, "done_step": 3, "phases": ["step"]}
+            message = {
+                "type": "heartbeat",
+                "sequence": 1,
+                "token": self.token,
+                "done_step": 3,
+                "phases": ["step"],
+            }
             self.coordinator.on_message(node, {**message, **facts})
 
     def worker(self, kind: str, **facts: Any) -> None:
         message = {"kind": kind, "rank": 0, **facts}
-        self.coordinator.on_message("n1", {"type": "worker", "rank": 0, "message": message})
+        self.tell("n1", "worker", rank=0, message=message)
+
+    @property
+    def token(self) -> str:
+        """The live generation's."""
+        return str(self.coordinator.token)
+
+    def tell(self, node: str, kind: str, **facts: Any) -> None:
+        """What a node says of the live generation."""
+        self.coordinator.on_message(node, {"type": kind, "token": self.token, **facts})
 
     def ended(self, node: str, *ranks: int, **facts: Any) -> None:
         workers = [
@@ -147,7 +201,7 @@ class Play:
             }
             for rank in ranks
         ]
-        self.coordinator.on_message(node, {"type": "ended", "workers": workers})
+        self.tell(node, "ended", workers=workers)
 
     def failed(self, node: str, *ranks: int, failure_class: str = "unknown", **facts: Any) -> None:
         words = {"kind": "error", "type": "Error", "message": "it broke"}
@@ -171,8 +225,10 @@ class Play:
         self.coordinator.on_message(node, {"type": "signal", "name": name})
 
     def wait(self, seconds: float, beating: tuple[str, ...] = NODES) -> None:
-        """Time passes in ticks of half a second; `beating` nodes send heartbeats."""
+        """Time passes in ticks of half a second; `beating` nodes send heartbeats, and the machines
+        of the others answer nothing."""
         until = self.now + seconds
+        self.prober.off = set(self.nodes) - set(beating)
         while self.now < until:
             self.now = min(until, self.now + 0.5)
             self.beat(*beating)

@@ -68,7 +68,7 @@ def test_two_nodes_train_to_the_end(
     assert (status.state, status.step) == (RunState.FINISHED, 4)
     assert status.nodes == ("n1", "n2")
     assert committed_steps(run) == [4]
-    assert one.intent is None
+    assert one.intent == "done"
     again = allocate(run, 1, nodes=("n1",))
     wait_until(lambda: "nothing to do" in again.logs())
     again.start("n2")
@@ -101,6 +101,44 @@ def test_a_preempted_run_stops_at_one_step_and_resumes_from_it(
     two.wait()
     assert fold(two.events()).state is RunState.CANCELLED, two.logs()
     assert two.intent == "stop"
+
+
+def test_a_killed_worker_is_replaced_within_the_allocation(
+    run_with: Callable[..., RunDir], allocate: Callable[..., Allocation]
+) -> None:
+    run = run_with(WITHOUT_END, "checkpoint.interval_steps=5")
+    one = allocate(run)
+    committed = one.wait_for(Kind.CHECKPOINT_COMMITTED).facts["step"]
+    agents = [agent.pid for agent in one.agents.values()]
+    _, worker = one.workers_of("n2")
+    os.kill(worker, signal.SIGKILL)
+    wait_until(lambda: len(one.of(Kind.TRAINING_STARTED)) == 2)
+    ended, started = one.of(Kind.GENERATION_ENDED)[0], one.of(Kind.GENERATION_STARTED)[1]
+    assert ended.facts["verdict"] == Verdict.CONTINUE, one.logs()
+    assert "SIGKILL" in ended.facts["evidence"]
+    assert "rank 1 on n2" in ended.facts["evidence"]
+    assert started.facts["resume_step"] >= committed
+    assert one.of(Kind.TRAINING_STARTED)[1].facts["step"] == started.facts["resume_step"] + 1
+    assert [agent.pid for agent in one.agents.values() if agent.poll() is None] == agents
+    assert len(one.of(Kind.ATTEMPT_STARTED)) == 1
+
+
+def test_a_stopped_worker_is_named_and_replaced_within_the_allocation(
+    run_with: Callable[..., RunDir], allocate: Callable[..., Allocation]
+) -> None:
+    run = run_with(WITHOUT_END, "checkpoint.interval_steps=5", "recovery.hang.step_s=10")
+    one = allocate(run)
+    one.wait_for(Kind.CHECKPOINT_COMMITTED)
+    _, worker = one.workers_of("n2")
+    os.kill(worker, signal.SIGSTOP)
+    wait_until(lambda: len(one.of(Kind.TRAINING_STARTED)) == 2)
+    (found,) = one.of(Kind.HANG_FOUND)
+    assert (found.facts["rank"], found.facts["node"]) == (1, "n2"), one.logs()
+    assert "its process is stopped" in found.facts["evidence"]
+    assert one.of(Kind.GENERATION_ENDED)[0].facts["failure_class"] == FailureClass.HANG
+    stacks = sorted(run.generation_dir(1, 1).glob("stacks-*.txt"))
+    assert [path.name for path in stacks] == ["stacks-n1.txt", "stacks-n2.txt"]
+    assert "rank 0" in stacks[0].read_text()
 
 
 def test_a_killed_node_is_lost_and_the_job_requeued(
@@ -147,7 +185,10 @@ def test_when_the_first_node_dies_a_survivor_asks_for_the_requeue(
     assert one.wait("n2") == [EXIT_ENVIRONMENT], one.logs()
     assert all(gone(pid) for pid in workers)
     assert one.requeues == [JOB]
-    assert one.of(Kind.ATTEMPT_ENDED) == []
+    (end,) = one.of(Kind.ATTEMPT_ENDED)
+    assert end.facts["failure_class"] == FailureClass.NODE_LOST
+    assert "no word from the coordinator on n1" in end.facts["evidence"]
+    assert fold(one.events()).state is RunState.REQUEUED
 
 
 @pytest.mark.parametrize("words", [[], ["/nonexistent"], ["one", "two"]])

@@ -7,13 +7,21 @@ from collections.abc import Callable
 import pytest
 
 from air_hpc.agent import ending
-from air_hpc.agent.coordinator import GATHER_S, KILL_WAIT_S, LEAVE_S
 from air_hpc.errors import EXIT_DO_NOT_RESTART, EXIT_OK, EnvironmentFailure
 from air_hpc.plan.frozen import read_run_yaml
 from air_hpc.rundir.events import Kind
 from air_hpc.rundir.state import fold
 from air_hpc.rundir.words import FailureClass, RunState, Verdict
-from tests.agent.play import NODES, PREEMPTED, RUNNING, FakeScheduler, Play
+from tests.agent.play import (
+    GATHER_S,
+    KILL_WAIT_S,
+    LEAVE_S,
+    NODES,
+    PREEMPTED,
+    RUNNING,
+    FakeScheduler,
+    Play,
+)
 
 
 class TestRegistering:
@@ -71,18 +79,19 @@ class TestRegistering:
         one.signal("SIGTERM")
         failure_class, verdict, evidence = one.end
         assert (failure_class, verdict) == (FailureClass.PREEMPTED, Verdict.REQUEUE)
-        assert "before training began" in evidence
+        assert "while no worker ran" in evidence
         assert set(one.socket.to("leave")) == set(NODES)
 
     def test_an_agent_that_fails_before_its_hello_ends_the_wait(
         self, play: Callable[..., Play]
     ) -> None:
         one = play()
+        one.hello("n1")
         one.coordinator.on_message("n2", {"type": "agent_failed", "reason": "no route"})
-        assert one.end[2] == "the agent on n2 failed: no route"
+        assert one.end[2] == "n2: its agent failed: no route"
 
     def test_workers_that_cannot_start_stop_the_run(self, running: Play) -> None:
-        running.coordinator.on_message("n2", {"type": "start_failed", "reason": "no python"})
+        running.tell("n2", "start_failed", reason="no python")
         assert running.end[0] is FailureClass.ENVIRONMENT
         assert "n2 could not start workers: no python" in running.end[2]
         assert set(running.socket.to("kill")) == set(NODES)
@@ -96,7 +105,7 @@ class TestEnds:
         running.ended("n2", 2, 3)
         assert running.end[:2] == (FailureClass.COMPLETED, Verdict.STOP)
         assert running.exit_code == EXIT_OK
-        assert running.intent() is None
+        assert running.intent() == "done"
         assert fold(running.events).state is RunState.FINISHED
         assert set(running.socket.to("leave")) == set(NODES)
 
@@ -122,9 +131,9 @@ class TestEnds:
 
     def test_a_repeated_end_keeps_the_time_of_the_first(self, running: Play) -> None:
         running.failed("n2", 2, failure_class="data")
-        running.now += 1
-        running.failed("n1", 0, 1, failure_class="storage")
         running.now += 0.5
+        running.failed("n1", 0, 1, failure_class="storage")
+        running.now += 0.25
         running.failed("n2", 2, 3, failure_class="data")
         assert running.end[0] is FailureClass.DATA
 
@@ -163,7 +172,6 @@ class TestEnds:
 
     def test_a_worker_that_does_not_leave_with_the_others_is_killed(self, running: Play) -> None:
         """One that hung in its teardown once held all nodes until the time limit."""
-        running.worker("committed", step=10, bytes=5)
         running.ended("n1", 0, 1)
         running.ended("n2", 2)
         running.wait(LEAVE_S - 1)
@@ -265,7 +273,7 @@ class TestFailures:
 class TestStops:
     def agree(self, one: Play, *steps: int) -> None:
         for node, step in zip(NODES, steps, strict=True):
-            one.coordinator.on_message(node, {"type": "begun", "step": step})
+            one.tell(node, "begun", step=step)
 
     def test_all_stop_at_the_largest_begun_step(self, play: Callable[..., Play]) -> None:
         one = play(scheduler=FakeScheduler(PREEMPTED))
@@ -289,7 +297,7 @@ class TestStops:
 
     def test_a_node_that_does_not_report_lets_the_deadline_pass(self, running: Play) -> None:
         running.signal("SIGTERM")
-        running.coordinator.on_message("n1", {"type": "begun", "step": 6})
+        running.tell("n1", "begun", step=6)
         running.wait(21)
         assert any("n2 did not report" in text for text in running.said)
         assert set(running.socket.to("kill")) == set(NODES)
@@ -297,21 +305,21 @@ class TestStops:
     def test_a_node_that_missed_a_word_hears_it_again(self, running: Play) -> None:
         """A broken connection loses what was on its way."""
         running.signal("SIGTERM")
-        running.coordinator.on_message("n1", {"type": "begun", "step": 6})
+        running.tell("n1", "begun", step=6)
         running.socket.sent.clear()
         running.beat("n1", "n2")
         assert running.socket.to("stop") == ["n2"]
-        running.coordinator.on_message("n2", {"type": "begun", "step": 7})
+        running.tell("n2", "begun", step=7)
         running.socket.sent.clear()
         running.beat("n1")
-        assert ("n1", {"type": "target", "step": 7}) in running.socket.sent
+        assert ("n1", {"type": "target", "token": "1.1", "step": 7}) in running.socket.sent
 
     def test_a_node_that_missed_its_start_is_told_again(self, running: Play) -> None:
         """Its workers were once awaited by all others until the rendezvous timed out."""
         first = dict(running.socket.of("start"))["n2"]
         running.socket.sent.clear()
-        running.beat("n1", started=True)
-        running.beat("n2", started=False)
+        running.beat("n1")
+        running.beat("n2", token=None)
         assert running.socket.of("start") == [("n2", first)]
 
     def test_a_save_that_takes_too_long_is_ended(self, running: Play) -> None:
@@ -327,6 +335,7 @@ class TestStops:
     ) -> None:
         one = play(scheduler=FakeScheduler(PREEMPTED))
         one.hello(*NODES)
+        one.wait(2)
         one.signal("SIGTERM")
         one.wait(6, beating=("n1",))
         one.ended("n1", 0, 1, exit_status=-9, last_words=None)

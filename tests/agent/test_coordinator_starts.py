@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from air_hpc.agent.coordinator import GATHER_S
 from air_hpc.errors import EXIT_DO_NOT_RESTART, EXIT_OK
 from air_hpc.recovery.cause import SlurmWord
 from air_hpc.rundir.commit import BAD, checkpoint_path, committed_steps
@@ -16,7 +15,7 @@ from air_hpc.rundir.events import Kind, LedgerWriter, read_ledger, record
 from air_hpc.rundir.fence import Fenced, Token, claim_next_attempt, newest_token
 from air_hpc.rundir.layout import RunDir
 from air_hpc.rundir.words import FailureClass, Verdict
-from tests.agent.play import BASE, NODES, PREEMPTED, RUNNING, FakeScheduler, Play
+from tests.agent.play import BASE, GATHER_S, NODES, PREEMPTED, RUNNING, FakeScheduler, Play
 from tests.run_builder import build_run, commit_step, commit_steps
 
 
@@ -79,7 +78,7 @@ class TestStarts:
         record(run, "cancel", Kind.CANCEL_REQUESTED, by="someone")
         one.signal("SIGTERM")
         for node in NODES:
-            one.coordinator.on_message(node, {"type": "begun", "step": 6})
+            one.tell(node, "begun", step=6)
         one.stopped_all(6)
         assert one.end[:2] == (FailureClass.CANCELLED, Verdict.STOP)
 
@@ -231,7 +230,7 @@ INTENTS: dict[str, dict[str, str | None]] = {
     "unknown sender": {"requeue": None, "resubmit": None, "chain": "stop", "none": "stop"},
     "scancel": dict.fromkeys(("requeue", "resubmit", "chain", "none"), "stop"),
     "user error": dict.fromkeys(("requeue", "resubmit", "chain", "none"), "stop"),
-    "completed": dict.fromkeys(("requeue", "resubmit", "chain", "none")),
+    "completed": dict.fromkeys(("requeue", "resubmit", "chain", "none"), "done"),
 }
 WORDS: dict[str, SlurmWord | None] = {
     "unknown sender": None,
@@ -275,14 +274,14 @@ def test_the_intent_follows_from_class_continuation_and_version(
     else:
         one.signal("SIGTERM")
         for node in NODES:
-            one.coordinator.on_message(node, {"type": "begun", "step": 6})
+            one.tell(node, "begun", step=6)
         one.stopped_all(6)
     assert one.intent() == INTENTS[happened][continuation]
 
 
 class TestLocal:
     def local(self, tmp_path: Path, play: Callable[..., Play], **facts: Any) -> Play:
-        overrides = ("launch.devices_per_node=2", "train.steps=10")
+        overrides = ("launch.devices_per_node=2", "train.steps=10", "recovery.restart=requeue")
         run = build_run(tmp_path / "local", *overrides) if "run" not in facts else facts.pop("run")
         one = play(run=run, nodes=("n1",), local=True, **facts)
         one.hello("n1")
@@ -310,7 +309,7 @@ class TestLocal:
     ) -> None:
         one = self.local(tmp_path, play)
         one.signal("SIGTERM")
-        one.coordinator.on_message("n1", {"type": "begun", "step": 3})
+        one.tell("n1", "begun", step=3)
         one.ended("n1", 0, 1, last_words={"kind": "stopped", "step": 3, "saved": True})
         assert one.end[:2] == (FailureClass.CANCELLED, Verdict.STOP)
         assert one.scheduler.asked == 0

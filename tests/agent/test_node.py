@@ -13,6 +13,7 @@ from air_hpc.agent.environment import JobContext
 from air_hpc.agent.node import NodeAgent
 from air_hpc.config.spec import RecoverySpec
 from air_hpc.errors import EXIT_ENVIRONMENT
+from air_hpc.rundir.fence import Token
 from air_hpc.rundir.layout import create_run_dir
 from tests.agent.groups import start_of
 
@@ -27,6 +28,9 @@ class SlowStarter:
 
     def start(self, start: object) -> Any:
         raise OSError("no worker here")
+
+    def renew(self) -> None:
+        pass
 
     def close(self) -> None:
         pass
@@ -184,7 +188,7 @@ def test_workers_that_cannot_be_started_are_reported(node: Node) -> None:
 def test_a_start_that_is_said_again_starts_nothing_twice(node: Node) -> None:
     node.agent.on_message({"type": "welcome"})
     node.wait(1)
-    assert node.of("heartbeat")[-1]["started"] is False
+    assert node.of("heartbeat")[-1]["token"] is None
     start = start_of(2)
     node.agent.group = group = SimpleNamespace(token=start.token, close=pytest.fail)  # type: ignore[assignment]
     node.agent.on_message({"type": "start", "start": start.to_json()})
@@ -192,9 +196,24 @@ def test_a_start_that_is_said_again_starts_nothing_twice(node: Node) -> None:
     assert node.of("start_failed") == []
 
 
-def test_a_stop_before_any_worker_runs_reports_that_none_began(node: Node) -> None:
-    node.agent.on_message({"type": "stop"})
-    assert node.of("begun") == [{"type": "begun", "step": -1}]
+def test_a_stop_before_its_start_was_heard_is_not_answered(node: Node) -> None:
+    """An answer would agree on a step without workers that are yet to be started."""
+    node.agent.on_message({"type": "stop", "token": "1.1"})
+    assert node.of("begun") == []
+
+
+def test_a_start_that_comes_after_its_kill_starts_nothing(node: Node) -> None:
+    node.agent.on_message({"type": "kill", "token": "1.1"})
+    assert node.of("none_here") == [{"type": "none_here", "token": "1.1"}]
+    node.agent.on_message({"type": "start", "start": start_of(2).to_json()})
+    assert node.of("start_failed") == []
+
+
+@pytest.mark.parametrize("kind", ["stop", "target", "kill"])
+def test_a_word_about_another_generation_touches_no_worker(node: Node, kind: str) -> None:
+    node.agent.group = SimpleNamespace(token=Token(1, 2))  # type: ignore[assignment]
+    node.agent.on_message({"type": kind, "token": "1.1", "step": 3})
+    assert node.of("begun") == []
 
 
 def test_a_signal_goes_to_the_coordinator(node: Node) -> None:
@@ -204,7 +223,7 @@ def test_a_signal_goes_to_the_coordinator(node: Node) -> None:
 
 @pytest.mark.parametrize("kind", ["target", "kill", "unheard_of"])
 def test_words_without_workers_or_meaning_are_harmless(node: Node, kind: str) -> None:
-    node.agent.on_message({"type": kind, "step": 3})
+    node.agent.on_message({"type": kind, "token": "1.1", "step": 3})
     assert node.agent.exit_code is None
 
 

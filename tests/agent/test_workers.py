@@ -259,6 +259,33 @@ class TestStarters:
             group.close()
             starter.close()
 
+    def test_a_killed_template_is_replaced_for_the_next_generation(self, run: RunDir) -> None:
+        starter = ForkStarter(STAND_IN, environ())
+        try:
+            wait_until(lambda: starter.ready)
+            os.kill(starter._template.pid, signal.SIGKILL)
+            wait_until(lambda: starter._template.poll() is not None)
+            starter.renew()
+            wait_until(lambda: starter.ready)
+            group = Group(run, starter, 1, STAND_IN, steps=3)
+            assert group.listen_to_the_end() == {0: 0}
+            group.close()
+        finally:
+            starter.close()
+
+    def test_what_kills_every_template_is_not_fed_more_of_them(self) -> None:
+        starter = ForkStarter(STAND_IN, environ())
+        try:
+            pids = []
+            for _ in range(10):
+                pids.append(starter._template.pid)
+                starter._template.kill()  # does nothing to one that has ended
+                wait_until(lambda: starter._template.poll() is not None)
+                starter.renew()
+            assert len(set(pids)) == ForkStarter.TEMPLATES
+        finally:
+            starter.close()
+
     def test_closing_the_starter_ends_the_template(self) -> None:
         starter = ForkStarter(STAND_IN, environ())
         pid = starter._template.pid

@@ -3,7 +3,8 @@
 
 FAKE_AGENT is the behaviour: `finish`; `fail`; `hold` (until a signal, then exits 3 after a second);
 a word for the first start, `requeue`, `resubmit`, `stop` or any other, left as the intent;
-`hold-requeue`: the same after a signal. A start that finds the file `done` exits at once.
+`hold-requeue`: the same after a signal; `killed`: claims a generation and is killed, `killed-early`
+before it could claim one. In a word a bar begins the intent's next line. A start that finds the file `done` exits at once.
 """
 
 import json
@@ -34,7 +35,7 @@ def note(**facts: object) -> None:
 
 def leave(word: str) -> None:
     if rank == 0:
-        (run_dir / "attempts" / "intents" / start).write_text(word + "\n")
+        (run_dir / "attempts" / "intents" / start).write_text(word.replace("|", "\n") + "\n")
     left.write_text(start)
 
 
@@ -65,5 +66,10 @@ if behaviour.startswith("hold"):
     if behaviour == "hold-requeue":
         leave("requeue")
     sys.exit(3)
+if behaviour.startswith("killed"):
+    if behaviour == "killed" and rank == 0:
+        (run_dir / "tokens" / f"{1 + int(restarts)}.1").mkdir(parents=True)
+    left.write_text(start)
+    os.kill(os.getpid(), signal.SIGKILL)
 leave(behaviour)
 sys.exit(3)

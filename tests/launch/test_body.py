@@ -41,9 +41,14 @@ class Site:
         path.chmod(0o755)
 
     def run(
-        self, behaviour: str = "finish", environ: dict[str, str] | None = None, **cluster: Any
+        self,
+        behaviour: str = "finish",
+        environ: dict[str, str] | None = None,
+        continuation: str = "requeue",
+        **cluster: Any,
     ) -> subprocess.CompletedProcess[str]:
-        made = spec(self.run_dir.parent, cluster=fake_cluster(behaviour, **cluster))
+        chosen = fake_cluster(behaviour, **cluster)
+        made = spec(self.run_dir.parent, cluster=chosen, continuation=continuation)
         path = self.folder / "script.sh"
         place = script.ScriptPlace(path=path, title="a run", run_dir=self.run_dir)
         path.write_text(script.body(made, task(made).plan, place))
@@ -60,6 +65,21 @@ class Site:
             timeout=60,
             check=False,
         )
+
+    def scontrol(self, *refused: str, state: str = "RUNNING") -> Path:
+        """A stand-in that writes its calls down, refuses the first of `refused`, and knows the job
+        by `state`."""
+        calls = self.folder / "scontrol.calls"
+        lines = [
+            "#!/bin/bash",
+            f'echo "$@" >> {calls}',
+            f'[[ $1 == -o ]] && {{ echo "JobId=7 JobName=x JobState={state} Restarts=0"; exit 0; }}',
+            *(f'[[ "$*" == "{words}" && ! -e {calls}.{n} ]] && {{ touch {calls}.{n}; exit 1; }}'
+              for n, words in enumerate(refused)),
+            "exit 0",
+        ]  # fmt: skip
+        self.program("scontrol", "\n".join(lines) + "\n")
+        return calls
 
     @property
     def start(self) -> dict[str, Any]:
@@ -178,3 +198,93 @@ def test_the_word_of_an_earlier_start_under_the_same_job_is_not_obeyed(site: Sit
     intent.write_text("stop\n")
     assert site.run("finish").returncode == 0
     assert not intent.exists()
+
+
+@pytest.mark.parametrize(("exclude", "told"), [("n3,n[5-6]", "n3,n[5-6]"), ("", "")])
+def test_a_requeued_job_is_told_what_to_avoid_once_it_is_pending(
+    site: Site, exclude: str, told: str
+) -> None:
+    update = f"update jobid=5_0 excnodelist={told}"
+    calls = site.scontrol(update)
+    environ = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "0"}
+    done = site.run(f"requeue|exclude={exclude}", environ)
+    assert done.returncode == 0, done.stderr
+    assert calls.read_text().splitlines() == ["requeue 5_0", update, update]
+
+
+def test_a_requeue_without_a_list_leaves_the_jobs_own(site: Site) -> None:
+    calls = site.scontrol()
+    assert site.run("requeue").returncode == 0
+    assert calls.read_text() == "requeue 7\n"
+
+
+def test_a_list_that_slurm_never_takes_is_said_and_fails_nothing(site: Site) -> None:
+    site.program("scontrol", "#!/bin/bash\n[[ $1 == requeue ]] && exit\necho no such node; exit 1")
+    site.program("sleep", "#!/bin/bash\nexec /bin/sleep 0.1\n")
+    done = site.run("requeue|exclude=n3")
+    assert done.returncode == 0
+    assert "7 could not be told to avoid n3: no such node" in done.stderr
+
+
+@pytest.mark.parametrize("line", ["n3 n4", "n3; reboot", "$(reboot)", "n3/x", "-x=y'"])
+def test_a_list_that_names_no_nodes_is_not_given_to_slurm(site: Site, line: str) -> None:
+    calls = site.scontrol()
+    done = site.run(f"requeue|exclude={line}")
+    assert done.returncode == 0
+    assert calls.read_text() == "requeue 7\n"
+    assert "not a list of nodes" in done.stderr
+
+
+def test_a_resubmitted_job_avoids_the_nodes_too(site: Site) -> None:
+    count = site.folder / "count"
+    site.program("sbatch", f'#!/bin/bash\necho "$@" >> {count}; echo 12\n')
+    site.program("squeue", "#!/bin/bash\n")
+    assert site.run("resubmit|exclude=n3,n5").returncode == 0
+    assert "--exclude=n3,n5 " in count.read_text()
+    (site.run_dir / "attempts" / "left").unlink()
+    assert site.run("resubmit|exclude=", {"SLURM_RESTART_COUNT": "1"}).returncode == 0
+    assert "exclude" not in count.read_text().splitlines()[1]
+
+
+def test_a_finished_run_ends_the_job_well_whatever_srun_says(site: Site) -> None:
+    """srun may hang on a dead node, and is then killed."""
+    assert site.run("done").returncode == 0
+
+
+def test_a_run_whose_agents_were_killed_is_started_again(site: Site) -> None:
+    """It once ended FAILED, and nobody started it again."""
+    calls = site.scontrol()
+    assert site.run("killed").returncode == 0
+    assert calls.read_text().splitlines() == ["-o show job 7", "requeue 7"]
+
+
+def test_a_run_whose_agents_were_killed_is_submitted_again(site: Site) -> None:
+    site.scontrol()
+    count = site.folder / "count"
+    site.program("sbatch", f'#!/bin/bash\necho "$@" >> {count}; echo 12\n')
+    site.program("squeue", "#!/bin/bash\n")
+    assert site.run("killed", continuation="resubmit").returncode == 0
+    assert "--dependency=afterany:7" in count.read_text()
+
+
+@pytest.mark.parametrize("continuation", ["chain", "none"])
+def test_where_nothing_is_to_follow_a_killed_agent_ends_the_job(
+    site: Site, continuation: str
+) -> None:
+    calls = site.scontrol()
+    assert site.run("killed", continuation=continuation).returncode == 137
+    assert calls.read_text() == "-o show job 7\n"
+
+
+@pytest.mark.parametrize("state", ["COMPLETING", "CANCELLED", "PENDING", ""])
+def test_a_job_that_is_being_ended_is_not_started_again(site: Site, state: str) -> None:
+    calls = site.scontrol(state=state)
+    assert site.run("killed").returncode == 137
+    assert calls.read_text() == "-o show job 7\n"
+
+
+def test_agents_that_left_no_trace_are_not_started_for_ever(site: Site) -> None:
+    """No start could count them: a Python that is not there would be requeued without an end."""
+    calls = site.scontrol()
+    assert site.run("killed-early").returncode == 137
+    assert not calls.exists()

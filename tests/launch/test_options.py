@@ -3,9 +3,11 @@ from typing import Any
 
 import pytest
 
+from air_hpc.config.spec import RecoverySpec, RunSpec
 from air_hpc.hardware.accelerator import AcceleratorSpec
 from air_hpc.launch import options
 from air_hpc.launch.executor import header_lines
+from air_hpc.launch.script import srun_args
 from tests.launch.making import spec, task
 
 WHERE = options.JobHeader(name="tiny-key", output="/runs/%j.log", chdir="/home/u")
@@ -42,12 +44,14 @@ def test_every_key_of_launch_reaches_the_header() -> None:
         nodes=4, devices_per_node=2, cpus_per_device=7, partition="low", account="a", qos="q",
         constraint="x&y", reservation="r", exclusive=True, mem="64G", mail_type="END",
         mail_user="u@h", dependency="afterok:1", comment="it's mine", time_limit_min=90,
-        sbatch={"licenses": "a:1", "no_kill": True, "hold": False, "nice": 100, "switches": None},
+        sbatch={
+            "licenses": "a:1", "contiguous": True, "hold": False, "nice": 100, "switches": None,
+        },
     )  # fmt: skip
     expected = {
         "nodes=4", "cpus-per-task=14", "partition=low", "account=a", "qos=q", "constraint='x&y'",
         "reservation=r", "exclusive", "mem=64G", "mail-type=END", "mail-user=u@h", "time=90",
-        "dependency=afterok:1", """comment='it'"'"'s mine'""", "licenses=a:1", "no-kill",
+        "dependency=afterok:1", """comment='it'"'"'s mine'""", "licenses=a:1", "contiguous",
         "nice=100",
     }  # fmt: skip
     assert {f"#SBATCH --{line}" for line in expected} <= set(lines)
@@ -70,6 +74,39 @@ def test_devices_are_asked_for_as_the_site_wants(
 ) -> None:
     lines = [x for x in header(accelerator, devices_per_node=2, **launch) if "gpu" in x]
     assert lines == ([f"#SBATCH --{expected}"] if expected else [])
+
+
+def recovering(**keys: Any) -> RunSpec:
+    nodes = keys.pop("nodes", 2)
+    return replace(spec("/runs", nodes=nodes), recovery=RecoverySpec(**keys))
+
+
+@pytest.mark.parametrize(
+    ("keys", "nodes", "no_kill"),
+    [
+        ({"nodes": 1}, 1, False),
+        ({}, 2, True),
+        ({"restart": "elastic"}, 2, True),
+        ({"restart": "requeue"}, 2, False),
+        ({"restart": "spare", "spare_nodes": 2}, 4, True),
+        ({"restart": "spare", "spare_nodes": 1, "nodes": 1}, 2, True),
+    ],
+)
+def test_the_job_and_its_step_have_the_spares_and_outlive_a_node(
+    keys: dict[str, Any], nodes: int, no_kill: bool
+) -> None:
+    made = recovering(**keys)
+    plan = task(made).plan
+    lines = header_lines(options.build(made, plan, WHERE))
+    step = srun_args(made, plan)
+    assert f"#SBATCH --nodes={nodes}" in lines
+    assert step[:2] == [f"--nodes={nodes}", f"--ntasks={nodes}"]
+    assert ("#SBATCH --no-kill" in lines) == ("--no-kill" in step) == no_kill
+    assert plan.nodes == made.launch.nodes
+
+
+def test_no_kill_is_the_platforms_own() -> None:
+    assert keys(sbatch={"no_kill": True}) == ["launch.sbatch.no_kill"]
 
 
 def test_only_continuation_none_forbids_a_requeue() -> None:

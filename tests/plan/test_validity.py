@@ -44,6 +44,16 @@ def test_the_default_run_has_no_problem() -> None:
         (["runs_dir='/a?b'"], "runs_dir", "without ? and #"),
         (["recovery.lease_s=5"], "recovery.lease_s", "above 5"),
         (["recovery.heartbeat_interval_s=5"], "recovery.heartbeat_timeout_s", "above 5"),
+        (["recovery.hang.step_s=4"], "recovery.heartbeat_timeout_s", "below 4"),
+        (["recovery.min_nodes=1"], "recovery.min_nodes", "set recovery.restart=elastic"),
+        (["recovery.restart=elastic", "recovery.min_nodes=2"], "recovery.min_nodes", "1 to 1"),
+        (["recovery.spare_nodes=1"], "recovery.spare_nodes", "set recovery.restart=spare"),
+        (["recovery.restart=spare"], "recovery.spare_nodes", "at least 1"),
+        (
+            ["recovery.restart=spare", "recovery.spare_nodes=1"],
+            "recovery.spare_nodes",
+            "is one machine",
+        ),
         (["cluster.container.kind=pyxis"], "cluster.container.image", "needs an image"),
         (["cluster.venv=/a", "cluster.conda_env=b"], "cluster.venv", "one of the two"),
         (["accelerator=t4", "train.precision=bf16"], "train.precision", "has no bf16"),
@@ -58,6 +68,26 @@ def test_a_mistake_across_keys_is_one_problem(overrides: list[str], key: str, sa
     (problem,) = [p for p in problems_of(*overrides) if not p.warning]
     assert problem.key == key
     assert says in str(problem)
+
+
+def test_what_is_wrong_with_restarts_is_told_in_one_pass() -> None:
+    wrong = (
+        "recovery.restart=requeue",
+        "recovery.spare_nodes=2",
+        "recovery.min_nodes=3",
+        "recovery.heartbeat_interval_s=9",
+        "recovery.lease_s=4",
+        "recovery.hang.save_s=2",
+    )
+    assert [p.key for p in problems_of(*wrong)] == [
+        "recovery.heartbeat_timeout_s",
+        "recovery.lease_s",
+        "recovery.heartbeat_timeout_s",
+        "recovery.heartbeat_interval_s",
+        "recovery.min_nodes",
+        "recovery.min_nodes",
+        "recovery.spare_nodes",
+    ]
 
 
 @pytest.mark.parametrize("axis", ["tp", "pp", "cp", "ep"])

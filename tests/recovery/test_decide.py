@@ -11,7 +11,7 @@ from air_hpc.recovery.decide import NOT_RETRIED, decide
 from air_hpc.rundir.state import End
 from air_hpc.rundir.words import FREE, FailureClass, Verdict
 
-BUDGET = RecoverySpec(max_failures=5, max_no_progress=3)
+BUDGET = RecoverySpec(max_failures=5, max_unknown=5, max_no_progress=3)
 RETRIED = sorted(set(FailureClass) - NOT_RETRIED - FREE)
 
 
@@ -91,7 +91,12 @@ def test_what_no_restart_mends_stops() -> None:
     assert decision.verdict is Verdict.STOP
 
 
-budgets = st.builds(RecoverySpec, max_failures=st.integers(0, 6), max_no_progress=st.integers(1, 5))
+budgets = st.builds(
+    RecoverySpec,
+    max_failures=st.integers(0, 6),
+    max_unknown=st.integers(0, 6),
+    max_no_progress=st.integers(1, 5),
+)
 events = st.lists(
     st.tuples(st.sampled_from(sorted(FailureClass)), st.integers(0, 3), st.booleans()), max_size=60
 )
@@ -124,9 +129,46 @@ def test_any_order_of_ends_keeps_the_budget(
             restarts += 1
             in_a_row += 1
         assert failure_class not in NOT_RETRIED
-        assert restarts <= budget.max_failures
+        assert restarts <= budget.max_failures + budget.max_unknown
         assert in_a_row < budget.max_no_progress
         history.append(End(None, failure_class, ever or None))
+
+
+def test_what_nobody_can_name_has_a_budget_of_its_own() -> None:
+    budget = RecoverySpec(max_failures=5, max_unknown=1)
+    history = ends((FailureClass.NODE_LOST, 1), (FailureClass.UNKNOWN, 2))
+    decision = decide(FailureClass.UNKNOWN, 3, history, budget)
+    assert decision.verdict is Verdict.STOP
+    assert "max_unknown=1" in decision.reason
+    assert decide(FailureClass.NODE_LOST, 3, history, budget).verdict is Verdict.REQUEUE
+
+
+def test_a_failure_goes_on_inside_the_allocation_where_it_can() -> None:
+    decision = decide(FailureClass.NETWORK, 3, [], BUDGET, can_continue=True)
+    assert (decision.verdict, decision.delay_s) == (Verdict.CONTINUE, 0.0)
+    inside = decide(FailureClass.NETWORK, 3, [], BUDGET, can_continue=True, can_restart=False)
+    assert inside.verdict is Verdict.CONTINUE
+
+
+def test_a_preemption_never_goes_on_inside_the_allocation() -> None:
+    for failure_class in FREE:
+        decision = decide(failure_class, 3, [], BUDGET, can_continue=True)
+        assert decision.verdict is Verdict.REQUEUE
+
+
+def test_quick_deaths_are_spread_out() -> None:
+    budget = RecoverySpec(max_failures=99, max_no_progress=99)
+    history: list[End] = []
+    delays = []
+    for _ in range(9):
+        delays.append(decide(FailureClass.HANG, 7, history, budget, can_continue=True).delay_s)
+        history.append(End(None, FailureClass.HANG, 7))
+    assert delays == [0, 1, 3, 7, 15, 31, 60, 60, 60]
+
+
+def test_the_nodes_to_avoid_are_told_with_the_requeue() -> None:
+    decision = decide(FailureClass.DEVICE, 3, [], BUDGET, avoids_nodes=True)
+    assert decision.verdict is Verdict.EXCLUDE_AND_REQUEUE
 
 
 @given(budget=budgets, happened=events)

@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from air_hpc.config.spec import ClusterSpec, LaunchSpec, RunSpec
+from air_hpc.config.spec import ClusterSpec, LaunchSpec, RecoverySpec, RunSpec
 from air_hpc.errors import Problem
 from air_hpc.hardware.accelerator import AcceleratorSpec
 from air_hpc.plan.make import make_plan
@@ -38,6 +38,28 @@ def check(site: Snapshot, accelerator: AcceleratorSpec = CPU, **launch: Any) -> 
         plan, nodes=spec.launch.nodes, devices_per_node=spec.launch.devices_per_node, lead_s=lead
     )
     return limits.check(spec, plan, site)
+
+
+def with_spares(site: Snapshot, nodes: int, spares: int) -> list[Problem]:
+    spec = RunSpec(
+        accelerator=CPU,
+        cluster=ClusterSpec(grace_s=15.0),
+        launch=LaunchSpec(nodes=nodes, time_limit_min=30, continuation="chain"),
+        recovery=RecoverySpec(restart="spare", spare_nodes=spares),
+    )
+    plan, problems = make_plan(RunSpec())
+    assert plan is not None, problems
+    return limits.check(spec, replace(plan, nodes=nodes, lead_s=60.0), site)
+
+
+def test_spares_count_against_the_partition(site: Snapshot) -> None:
+    assert with_spares(site, 3, 1) == []
+    (found,) = with_spares(site, 3, 2)
+    assert (found.key, found.value, found.allowed) == ("recovery.spare_nodes", "2", "at most 1")
+    (found,) = with_spares(site, 3, 4)
+    assert "the spares would leave no node to train on" in found.message
+    (found,) = with_spares(site, 9, 1)
+    assert (found.key, found.allowed) == ("launch.nodes", "at most 3")
 
 
 def keys(problems: list[Problem]) -> list[str]:
