@@ -29,7 +29,6 @@ from air_hpc.agent.coordinator import Coordinator
 from air_hpc.agent.ending import Outcome
 from air_hpc.agent.environment import (
     JobContext,
-    bound_devices,
     coordinator_addresses,
     own_address,
     read_job_context,
@@ -37,6 +36,7 @@ from air_hpc.agent.environment import (
 from air_hpc.agent.liveness import Listener
 from air_hpc.agent.main import SignalPipe, say
 from air_hpc.agent.node import NodeAgent
+from air_hpc.agent.preflight import Preflight
 from air_hpc.agent.scheduler import LocalScheduler, Scheduler, SlurmScheduler
 from air_hpc.agent.shipper import Shipper
 from air_hpc.agent.starters import make_starter
@@ -175,9 +175,6 @@ class Attempt:
 
     def _hello(self, towards: str) -> Message:
         spec, context = self._frozen.spec, self._context
-        devices = bound_devices(
-            spec.accelerator.kind, self._frozen.plan.devices_per_node, os.environ
-        )
         seed = f"{self._run.run_id}/{context.start_id}/{context.node}"
         return {
             "type": "hello",
@@ -185,13 +182,19 @@ class Attempt:
             "boot_id": boot_id() or context.node,
             "address": own_address(towards, spec.cluster.network_interface),
             "ports": free_ports(PORTS_OFFERED, seed),
-            "devices": [device.to_json() for device in devices],
             "facts": {"pid": os.getpid(), "liveness_port": self._listener.port},
         }
 
     def _node_agent(self, link: AgentSocket, towards: str) -> NodeAgent:
         spec = self._frozen.spec
         argv = worker_command(spec.engine.name, sys.executable)
+        preflight = Preflight(
+            spec,
+            self._frozen.plan.devices_per_node,
+            self._run,
+            self._context.node,
+            self._environ,
+        )
         return NodeAgent(
             self._context,
             self._run,
@@ -204,6 +207,7 @@ class Attempt:
             start_timeout_s=spec.launch.start_timeout_s,
             say=say,
             on_coordinator_lost=self._requeue_as_survivor,
+            preflight=preflight,
         )
 
     def _requeue_as_survivor(self) -> None:

@@ -1,4 +1,4 @@
-"""Where this agent is: scheduler, node, job, devices and addresses. Read once, from Slurm's word.
+"""Where this agent is: scheduler, node, job and addresses. Read once, from Slurm's word.
 
 A node is its SLURMD_NODENAME and a machine is its boot id; hostnames and indices are never used,
 since they need not differ.
@@ -12,7 +12,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from ipaddress import ip_address
-from typing import Any, Literal
+from typing import Literal
 
 import psutil
 
@@ -121,63 +121,6 @@ def own_address(towards: str, interface: str | None) -> str:
                 next_step="name the interface between the nodes in cluster.network_interface",
             ) from None
         return str(probe.getsockname()[0])
-
-
-@dataclass(frozen=True)
-class Device:
-    """One accelerator that Slurm bound to this job on this node."""
-
-    model: str
-    memory_bytes: int | None
-
-    def to_json(self) -> dict[str, Any]:
-        """For the hello message."""
-        return {"model": self.model, "memory_bytes": self.memory_bytes}
-
-
-def bound_devices(kind: str, configured: int, environ: Mapping[str, str]) -> list[Device]:
-    """The devices this node offers: on a CPU as many as configured, else what Slurm bound.
-
-    A bound device whose model the driver does not tell is counted with the model `unknown`.
-    """
-    if kind == "cpu":
-        return [Device("cpu", None)] * configured
-    visible = environ.get("CUDA_VISIBLE_DEVICES") or environ.get("ROCR_VISIBLE_DEVICES")
-    described = _describe_cuda() if kind == "cuda" else []
-    if visible is None:
-        return described
-    count = len([part for part in visible.split(",") if part.strip()])
-    if len(described) >= count:
-        chosen: list[Device] = []
-        for part in visible.split(","):
-            index = int(part) if part.strip().isdigit() else len(chosen)
-            chosen.append(described[index] if index < len(described) else Device("unknown", None))
-        return chosen
-    return [Device("unknown", None)] * count
-
-
-def _describe_cuda() -> list[Device]:
-    """Every CUDA device of this machine, or nothing where NVML cannot be asked."""
-    try:
-        import pynvml
-    except ImportError:
-        return []
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return []
-    try:
-        found = []
-        for index in range(pynvml.nvmlDeviceGetCount()):
-            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-            name = pynvml.nvmlDeviceGetName(handle)
-            memory = int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
-            found.append(Device(name if isinstance(name, str) else name.decode(), memory))
-        return found
-    except pynvml.NVMLError:
-        return []
-    finally:
-        pynvml.nvmlShutdown()
 
 
 def thread_affinity(local_rank: int, workers: int) -> set[int] | None:

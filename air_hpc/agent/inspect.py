@@ -37,7 +37,7 @@ DEADLINE_S = 5.0
 PY_SPY_S = 3.0
 ANSWER_S = 3.0
 """For the worker's own thread to answer. It takes milliseconds, but for a starved machine."""
-DUMP_S = 1.0
+DUMP_S = 1.5
 _POLL_S = 0.05
 _MOST_BYTES_A_WORKER = 64 * 1024
 _MOST_BYTES = 1024 * 1024
@@ -45,8 +45,12 @@ _LONGEST_TOP = 200
 _FRAMES_IN_TOP = 3
 _LONGEST_LABEL = 80
 
-_PY_SPY_FRAME = re.compile(r"^    (?P<name>\S.*) \((?P<file>[^()]*?):(?P<line>\d+)\)$", re.M)
-_FILE_FRAME = re.compile(r'^ +File "(?P<file>[^"]*)", line (?P<line>\d+),? in (?P<name>.+)$', re.M)
+_FRAME = re.compile(
+    r"^    (?P<name>\S.*) \((?P<file>[^()]*?):(?P<line>\d+)\)$"
+    r'|^  File "(?P<at>[^"]*)", line (?P<number>\d+) in (?P<called>.+)$',
+    re.M,
+)
+"""A frame as py-spy writes it, or as the faulthandler does."""
 
 
 @dataclass(frozen=True)
@@ -154,12 +158,17 @@ class _Look:
                     group["sequence"],
                     group["in_flight"] and str(group["in_flight"])[:_LONGEST_LABEL],
                 )
-                for group in self.answer.get("groups", ())
+                for group in self._groups()
             ),
             top=top_of(self.stacks) or top_of(str(self.answer.get("stacks", ""))),
             for_s=subject.for_s,
             limit_s=subject.limit_s,
         )
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """A packet that was too long has text in the place of the list."""
+        groups = self.answer.get("groups")
+        return groups if isinstance(groups, list) else []
 
     def text(self) -> str:
         """For the file."""
@@ -170,7 +179,7 @@ class _Look:
             f"silent for {subject.for_s:.1f} s (limit {subject.limit_s:.1f} s) ==="
         ]
         if self.answered.is_set():
-            for group in self.answer.get("groups", ()):
+            for group in self._groups():
                 waits = group["in_flight"]
                 lines.append(
                     f"group {group['group']}: at #{group['sequence']}, "
@@ -238,7 +247,7 @@ def _dumped_stacks(subject: Subject) -> str:
 
 
 def top_of(stacks: str) -> str | None:
-    """The innermost frames of the main thread, innermost first, in any of the three notations."""
+    """The innermost frames of the main thread, innermost first, from any of the three ways."""
     blocks = re.split(r"^(?=(?:Current thread|Thread) )", stacks, flags=re.M)
     blocks = [block for block in blocks if block.startswith(("Thread ", "Current thread "))]
     if not blocks:
@@ -247,14 +256,10 @@ def top_of(stacks: str) -> str | None:
     # that took the signal, or the last (it lists the newest thread first).
     main = next((b for b in blocks if "MainThread" in b.partition("\n")[0]), None)
     current = next((b for b in blocks if b.startswith("Current thread")), blocks[-1])
-    block = main or current
-    frames = [m.groupdict() for m in _PY_SPY_FRAME.finditer(block)]
-    if not frames:
-        frames = [m.groupdict() for m in _FILE_FRAME.finditer(block)]
-        if "most recent call first" not in block.partition("\n")[0]:
-            frames.reverse()
+    frames = [found.groupdict() for found in _FRAME.finditer(main or current)]
     names = [
-        f"{frame['name']} ({'/'.join(Path(frame['file']).parts[-2:])}:{frame['line']})"
-        for frame in frames[:_FRAMES_IN_TOP]
+        f"{f['name'] or f['called']} ({'/'.join(Path(f['file'] or f['at']).parts[-2:])}:"
+        f"{f['line'] or f['number']})"
+        for f in frames[:_FRAMES_IN_TOP]
     ]
     return " < ".join(names)[:_LONGEST_TOP] or None

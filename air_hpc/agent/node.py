@@ -14,14 +14,17 @@ from typing import Any, Protocol
 
 from air_hpc.agent.channel import Message
 from air_hpc.agent.environment import JobContext
+from air_hpc.agent.preflight import Preflight
 from air_hpc.agent.starters import Starter
 from air_hpc.agent.workers import GenerationStart, WorkerGroup
 from air_hpc.config.spec import RecoverySpec
 from air_hpc.errors import EXIT_ENVIRONMENT
+from air_hpc.probes.result import Check, worst
 from air_hpc.recovery.hang import PhaseDurations
 from air_hpc.recovery.rules import RuleTable
 from air_hpc.rundir.layout import RunDir
 from air_hpc.session.messages import RECORDED
+from air_hpc.session.messages import Message as MessageKind
 
 HELLO_INTERVAL_S = 0.5
 TURN_S = 5.0
@@ -58,6 +61,7 @@ class NodeAgent:
         start_timeout_s: float,
         say: Callable[[str], None],
         on_coordinator_lost: Callable[[], None],
+        preflight: Preflight | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._context = context
@@ -71,6 +75,12 @@ class NodeAgent:
         self._environ = worker_environ
         self._say = say
         self._on_coordinator_lost = on_coordinator_lost
+        self._preflight = preflight
+        self._preflight_request: str | None = None
+        self._preflight_awaited = False
+        self._rank_checks: dict[int, list[dict[str, Any]]] = {}
+        if preflight is not None:
+            preflight.start()
         self._clock = clock
         self._deadline = clock() + start_timeout_s
         self._next_hello = clock()
@@ -125,6 +135,7 @@ class NodeAgent:
                 return  # said again to a heartbeat that was on its way
             self.group.close()
             self.group = None
+        self._rank_checks = {}
         self._starter.renew()
         self._pending = start
         self._start_pending()
@@ -187,6 +198,35 @@ class NodeAgent:
     def _say_of(self, message: Message, kind: str, **facts: Any) -> None:
         self._uplink.send({"type": kind, "token": message["token"], **facts})
 
+    def _on_preflight(self, message: Message) -> None:
+        """Check this node anew; the same `request` said again is answered with what was found."""
+        if self._preflight is None:
+            self._uplink.send({"type": "preflight", "request": message["request"], "checks": []})
+            return
+        if message["request"] != self._preflight_request:
+            self._preflight_request = message["request"]
+            self._preflight.start()
+        self._preflight_awaited = True
+
+    def _tell_preflight(self) -> None:
+        found = None if self._preflight is None else self._preflight.poll()
+        if found is not None and self._preflight_awaited:
+            self._preflight_awaited = False
+            self._uplink.send(
+                {
+                    "type": "preflight",
+                    "request": self._preflight_request,
+                    "checks": [check.to_json() for check in found.checks],
+                    "seconds": found.seconds,
+                }
+            )
+
+    def _tell_rank_checks(self) -> None:
+        """What this node's ranks showed of their devices and links, as one word for the node."""
+        told = (Check.from_json(body) for checks in self._rank_checks.values() for body in checks)
+        checks = [check.to_json() for check in worst(told)]
+        self._send_of_group("rank_checks", checks=checks)
+
     def _on_inspect(self, message: Message) -> None:
         """Find out what the workers of a generation are doing; `_watch` sends what came of it."""
         group = self._group_of(message)
@@ -218,6 +258,8 @@ class NodeAgent:
         if self.group is not None:
             self.group.close()
             self.group = None
+        if self._preflight is not None:
+            self._preflight.close()
         self._starter.close()
 
     # -- from the outside and from the workers -----------------------------------------------------
@@ -241,6 +283,10 @@ class NodeAgent:
             self._uplink.send({"type": kind, "token": str(self.group.token), **facts})
 
     def _on_worker_message(self, rank: int, message: dict[str, Any]) -> None:
+        if message["kind"] == MessageKind.PREFLIGHT:
+            self._rank_checks[rank] = message.get("checks", [])
+            if self.group is not None and len(self._rank_checks) == len(self.group.workers):
+                self._tell_rank_checks()
         if message["kind"] in RECORDED:
             self._send_of_group("worker", rank=rank, message=message)
 
@@ -250,7 +296,8 @@ class NodeAgent:
         """Say hello until welcomed, then beat; leave when the coordinator is silent.
 
         The first hello waits until workers can be started without delay: after it this node is
-        expected to beat, and a template's imports may take longer than that.
+        expected to beat, and a template's imports may take longer than that. It also waits for the
+        node's own checks, whose results it carries.
 
         A stall of our own (a suspended job, a file system that hangs) ends the lease, but is not
         held against the coordinator: it has not been asked meanwhile.
@@ -268,6 +315,8 @@ class NodeAgent:
             self._tick_orphaned(now, self._orphaned)
             return
         self._start_pending()
+        if self._preflight_awaited:
+            self._tell_preflight()
         self._watch(now, stalled_s)
         if now >= self._next_heartbeat:
             self._beat(now)
@@ -301,8 +350,10 @@ class NodeAgent:
             self._send_of_group("inspected", reports=[report.to_json() for report in reports])
 
     def _tick_hello(self, now: float) -> None:
-        if now >= self._next_hello and self._starter.ready:
-            self._uplink.send(self._hello)
+        checked = self._preflight is None or self._preflight.poll() is not None
+        if now >= self._next_hello and self._starter.ready and checked:
+            filled = self._hello if self._preflight is None else self._preflight.fill(self._hello)
+            self._uplink.send(filled)
             self._next_hello = now + HELLO_INTERVAL_S
         if now > self._deadline:
             late = f"the coordinator on {self._context.nodes[0]} did not answer"

@@ -7,9 +7,10 @@ import os
 import subprocess
 from collections.abc import Mapping
 
-from air_hpc.agent.starters import WorkerStart, kill_group, spawn_helper
+from air_hpc.agent.starters import WorkerStart, spawn_helper
 from air_hpc.rundir.atomic import make_dir, open_file
 from air_hpc.rundir.layout import RunDir
+from air_hpc.session.process import kill_group
 
 
 class Shipper:

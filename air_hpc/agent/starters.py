@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -18,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from air_hpc.session.process import IGNORED_SIGNALS, become_worker
+from air_hpc.session.process import kill_group, spawn
 from air_hpc.session.template import FORK_CHUNK_BYTES
 
 
@@ -68,14 +67,6 @@ class Starter(Protocol):
         ...
 
 
-def kill_group(pid: int) -> None:
-    """SIGKILL to a process group, if it is still there."""
-    try:
-        os.killpg(pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        return
-
-
 class _Executed:
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
@@ -105,31 +96,15 @@ class ExecStarter:
 
 
 def spawn_helper(start: WorkerStart, stdin: int = subprocess.DEVNULL) -> subprocess.Popen[bytes]:
-    """A child with the job's signals ignored, in its own group, that dies with this process.
-
-    The signals are blocked over the fork, so that none meets a handler in the child or a default
-    action between fork and exec: a pending one is discarded when it becomes ignored.
-    """
-    parent = os.getpid()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
-
-    def prepare() -> None:
-        become_worker(parent, start.affinity)
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-    try:
-        return subprocess.Popen(
-            list(start.argv),
-            env=dict(start.environ),
-            stdin=stdin,
-            stdout=start.output_fd,
-            stderr=start.output_fd,
-            pass_fds=start.inherited_fds,
-            start_new_session=True,
-            preexec_fn=prepare,
-        )
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    """A child as `session.process.spawn` makes it."""
+    return spawn(
+        start.argv,
+        start.environ,
+        start.output_fd,
+        stdin=stdin,
+        inherited_fds=start.inherited_fds,
+        affinity=start.affinity,
+    )
 
 
 class ForkStarter:

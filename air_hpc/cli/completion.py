@@ -77,6 +77,8 @@ def candidates(words: Sequence[str]) -> list[str]:
         found += [name for name in VERBS if name.startswith(word)]
     if word.startswith("-"):
         return found + _option_names(verb, word)
+    if verb == "nodes":
+        return found + _nodes(list(before[1:]), word)
     if verb in _OF_RUNS:
         return found + _run_ids(word)
     return found + complete([word], _config_dir(before))
@@ -95,6 +97,24 @@ def _run_ids(word: str) -> list[str]:
 
     names = [LATEST, *(run.run_id for run in list_runs(default_runs_dir()))]
     return [name for name in names if name.startswith(word)]
+
+
+def _nodes(before: list[str], word: str) -> list[str]:
+    """The actions, then for a release the nodes that are excluded."""
+    from air_hpc.cli.nodes import ACTIONS
+
+    if not before:
+        return [action for action in ACTIONS if action.startswith(word)]
+    if before[0] != "release":
+        return []
+    import time
+
+    from air_hpc.recovery.exclusions import active
+    from air_hpc.rundir.exclusions import read_exclusions
+    from air_hpc.runs.find import default_runs_dir
+
+    standing = active(read_exclusions(default_runs_dir()).entries, time.time())
+    return sorted(each.node for each in standing if each.node.startswith(word))
 
 
 def _config_dir(words: Sequence[str]) -> str | None:

@@ -33,6 +33,7 @@ VERBS: Final = {
     "why": "what failed first in a run, what was done, what comes next",
     "logs": "what a run printed, by rank, attempt and node; --follow",
     "cancel": "ask runs to save and end",
+    "nodes": "the nodes that your runs avoid; exclude and release them",
     "sync": "send metrics that only the run directories hold to MLflow",
 }
 _SHELL_OPTIONS: Final = ("-sc", "--shell-completion")

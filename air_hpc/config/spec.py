@@ -287,17 +287,23 @@ class StragglerSpec:
 class PreflightSpec:
     """What a node must show before the first generation, and after a failure of a device.
 
-    A floor of null is not held against anybody. `timeout_s` bounds all checks of a node together.
+    A floor of null is not held against anybody. `timeout_s` bounds all checks of a node together,
+    `check_timeout_s` each of them: a driver or a file system that hangs is found by it.
     """
 
     enabled: bool = True
     timeout_s: float = above(0, 10.0)
+    check_timeout_s: float = above(0, 5.0)
     min_disk_bytes: int = at_least(0, 1024**3)
     max_clock_skew_s: float | None = above(0, 5.0)
     max_used_device_memory_bytes: int | None = at_least(0, 2 * 1024**3)
+    max_ecc_uncorrected: int | None = at_least(0, 0)
+    """Uncorrected memory errors of a device since its driver was loaded."""
     min_matmul_ratio: float | None = above(0, None)
-    """Of the median of all devices of the run."""
+    """Of the median of all devices of the run; null: 0.7 for GPUs, none for CPUs, whose cores are
+    shared with others."""
     max_all_reduce_s: float | None = above(0, None)
+    """Of a small all-reduce (1 MiB on CPUs, 64 MiB on GPUs), inside a node and over all."""
 
 
 @dataclass(frozen=True)

@@ -75,9 +75,9 @@ def require_supported(degrees: Mesh) -> None:
 def choose_device(kind: str, local_rank: int) -> torch.device:
     """The device of this worker for an accelerator kind.
 
-    A worker that sees one device only (bound by Slurm or by CUDA_VISIBLE_DEVICES) takes it;
-    otherwise the one of its local rank. Raises EnvironmentFailure when there is no such device:
-    there is no fall-back to another kind.
+    The one of its local rank among those that are bound to the job. Raises EnvironmentFailure when
+    there is no such device: there is no fall-back to another kind, and workers that shared one
+    would die in their first collective, for a reason that looks like the network's.
     """
     if kind == "cpu":
         return torch.device("cpu")
@@ -86,13 +86,12 @@ def choose_device(kind: str, local_rank: int) -> torch.device:
             "accelerator.kind", kind, "the native engine has no backend for it", allowed="cpu, cuda"
         )
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    index = 0 if count == 1 else local_rank
-    if index >= count:
+    if local_rank >= count:
         raise EnvironmentFailure(
             f"local rank {local_rank} has no GPU: torch {torch.__version__} sees {count}",
             next_step="check the node's driver, the job's GPU binding, and that torch has CUDA",
         )
-    device = torch.device("cuda", index)
+    device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device
 

@@ -74,9 +74,12 @@ def plan_for_world(spec: RunSpec, plan: Plan, world_size: int) -> Plan:
     Raises BadInput for a size that no generation of this run may have.
     """
     nodes, left_over = divmod(world_size, plan.devices_per_node)
-    allowed = (plan.nodes, *sizes(spec, plan))
-    found = plan_for(spec, plan, nodes) if nodes in allowed and not left_over else None
+    elastic = spec.recovery.restart == "elastic" and nodes >= (spec.recovery.min_nodes or 1)
+    found = None
+    if not left_over and (elastic or nodes == plan.nodes):
+        found = plan_for(spec, plan, nodes)
     if found is None:
+        allowed = (plan.nodes, *sizes(spec, plan))
         raise BadInput.single(
             "world_size",
             world_size,

@@ -133,11 +133,11 @@ class _Generation:
     kill_at: float | None = None
     killed_at: float | None = None
     save_by: float | None = None
+    members: frozenset[str] = field(init=False)
+    """The same nodes, to look one up."""
 
-    @property
-    def members(self) -> frozenset[str]:
-        """The same nodes, to look one up."""
-        return self.stop.members
+    def __post_init__(self) -> None:
+        self.members = self.stop.members
 
 
 class RestartMachine:
@@ -150,7 +150,7 @@ class RestartMachine:
         self._nodes = tuple(nodes)
         # Sets beside the order: thousands of nodes arrive, one event each.
         self._members = frozenset(self._nodes)
-        self._awaited = set(self._nodes)
+        self._coming = set(self._nodes)
         self._arrived: set[str] = set()
         self._lost: set[str] = set()
         self._unfit: set[str] = set()
@@ -239,7 +239,7 @@ class RestartMachine:
         if node not in self._members or node in self._arrived:
             return []
         self._arrived.add(node)
-        self._awaited.discard(node)
+        self._coming.discard(node)
         return self._try_first(now)
 
     def lose(self, node: str, now: float) -> list[Action]:
@@ -247,7 +247,7 @@ class RestartMachine:
         if node not in self._members or node in self._lost:
             return []
         self._lost.add(node)
-        self._awaited.discard(node)
+        self._coming.discard(node)
         if self.phase is Phase.ARRIVING:
             return self._try_first(now)
         live = self._live
@@ -261,7 +261,7 @@ class RestartMachine:
         if node not in self._members or node in self._unfit:
             return []
         self._unfit.add(node)
-        self._awaited.discard(node)
+        self._coming.discard(node)
         return self._try_first(now) if self.phase is Phase.ARRIVING else []
 
     def _try_first(self, now: float) -> list[Action]:
@@ -281,8 +281,8 @@ class RestartMachine:
     @property
     def _hopeful(self) -> bool:
         """Whether a node may still arrive, and waiting for it may still help."""
-        least = min(self.policy.sizes, default=0)
-        return bool(self._awaited) and self._fit_count + len(self._awaited) >= least
+        least = self.policy.sizes[-1] if self.policy.sizes else 0
+        return bool(self._coming) and self._fit_count + len(self._coming) >= least
 
     def _start_or_give_up(self, now: float) -> list[Action]:
         size = self._size()

@@ -21,11 +21,11 @@ import socket
 import struct
 import sys
 import threading
-import traceback
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 from air_hpc.session.messages import INSPECT, Message, decode, encode
@@ -39,6 +39,7 @@ MOST_GROUPS = 12
 NEWEST_OPERATIONS = 3
 """Operations of each group in an answer."""
 _MOST_STACK_BYTES = 24 * 1024
+_MOST_FRAMES = 100
 _REQUEST_BYTES = 4096
 _NAMED_MEMBERS = 8
 _PR_SET_PTRACER = 0x59616D61
@@ -52,9 +53,7 @@ def start_watch(channel: socket.socket, rank: int, dump_fd: int) -> threading.Th
     with suppress(OSError, ValueError, RuntimeError):
         faulthandler.register(DUMP_SIGNAL, file=dump_fd, all_threads=True, chain=False)
     _let_agent_attach(channel)
-    thread = threading.Thread(
-        target=_serve, args=(channel, rank), name="air_hpc-watch", daemon=True
-    )
+    thread = threading.Thread(target=_serve, args=(channel, rank), name=THREAD_NAME, daemon=True)
     thread.start()
     return thread
 
@@ -95,16 +94,28 @@ def _answer(rank: int, question: Any) -> bytes:
 
 
 def stacks() -> str:
-    """The Python stacks of all threads but this one, the main thread's first, innermost frame
-    last."""
+    """The Python stacks of all threads but this one: the main one first, its innermost frame first.
+
+    No source lines: to read them may hang on the very file system that the worker hangs on.
+    """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main, this = threading.main_thread().ident, threading.get_ident()
     frames = {ident: frame for ident, frame in sys._current_frames().items() if ident != this}
     parts = []
     for ident in sorted(frames, key=lambda ident: (ident != main, ident)):
-        lines = "".join(traceback.format_stack(frames[ident]))
-        parts.append(f"Thread {names.get(ident, ident)}:\n{lines}")
+        lines = "".join(_frame_lines(frames[ident]))
+        parts.append(f"Thread {names.get(ident, ident)} (most recent call first):\n{lines}")
     return "\n".join(parts)[:_MOST_STACK_BYTES]
+
+
+def _frame_lines(frame: FrameType | None) -> Iterator[str]:
+    """In the faulthandler's notation."""
+    for _ in range(_MOST_FRAMES):
+        if frame is None:
+            return
+        code = frame.f_code
+        yield f'  File "{code.co_filename}", line {frame.f_lineno} in {code.co_name}\n'
+        frame = frame.f_back
 
 
 def collectives() -> list[dict[str, Any]]:

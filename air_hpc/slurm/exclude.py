@@ -53,14 +53,14 @@ def own_exclusions(spec: RunSpec) -> tuple[str, ...]:
 def serving_nodes(spec: RunSpec, plan: Plan, site: Snapshot) -> dict[str, bool] | None:
     """The nodes that could serve this run, by name, and whether each takes jobs now.
 
-    None where its partition is not known (several may be given: Slurm takes one of them).
+    Of several partitions Slurm takes one: their nodes count together. None where no partition is
+    known.
     """
-    partition = site.partition(spec.launch.partition)
-    if partition is None:
+    asked = spec.launch.partition
+    named = [site.partition(name) for name in (asked.split(",") if asked else [None])]
+    names = {partition.name for partition in named if partition is not None}
+    if not names:
         return None
     own = set(own_exclusions(spec))
-    return {
-        node.name: node.usable
-        for node in fits(spec, plan, site.nodes_of(partition.name))
-        if node.name not in own
-    }
+    nodes = tuple(node for node in site.nodes if names & set(node.partitions))
+    return {node.name: node.usable for node in fits(spec, plan, nodes) if node.name not in own}

@@ -28,6 +28,8 @@ _OF_TORCH_MODULES = (
     ("air_hpc.checkpoint.loader", "NoUsableCheckpoint", FailureClass.CHECKPOINT),
     ("air_hpc.data.shards", "ShardUnreadable", FailureClass.DATA),
     ("air_hpc.parallel.world", "RanksMissing", FailureClass.NETWORK),
+    ("air_hpc.probes.ranks", "DeviceUnfit", FailureClass.DEVICE),
+    ("air_hpc.probes.ranks", "LinkUnfit", FailureClass.NETWORK),
 )
 """Errors whose modules import torch. Named, not imported: torch itself may be what is missing, and
 an error can only be of a module that is loaded."""
@@ -91,10 +93,47 @@ def _train(session: Session, frozen: FrozenRun) -> int:
         timeout_s=spec.train.collective_timeout_s,
         cpu_offload=spec.parallelism.cpu_offload,
     )
+    if env.preflight:
+        try_device_and_links(session, frozen, world)
     peak = tell_peak(session, frozen, world)
     ended = train(session, spec, plan, world, peak)
     stop_world()
     return EXIT_OK if ended.saved else EXIT_ENVIRONMENT
+
+
+def try_device_and_links(session: Session, frozen: FrozenRun, world: object) -> None:
+    """The worker's pre-flight, told to the agent. Collective.
+
+    Raises DeviceUnfit or LinkUnfit for what failed on this rank.
+    """
+    from air_hpc.parallel.world import World
+    from air_hpc.probes.ranks import Here, RanksAsked, check_ranks, raise_if_unfit
+    from air_hpc.train.setup import set_determinism
+
+    assert isinstance(world, World)
+    spec = frozen.spec
+    floors = spec.recovery.preflight
+    # cuBLAS reads its workspace's setting at its first call, which is here.
+    set_determinism(spec.train.deterministic, world.device)
+    with session.phase("preflight"):
+        checks = check_ranks(
+            Here(
+                world.rank,
+                world.world_size,
+                session.env.local_world_size,
+                os.environ.get("SLURMD_NODENAME", "local"),
+                world.device,
+                world.control,
+            ),
+            RanksAsked(
+                spec.train.precision,
+                floors.min_matmul_ratio,
+                floors.max_all_reduce_s,
+                min(floors.timeout_s, spec.train.collective_timeout_s),
+            ),
+        )
+    session.note(Message.PREFLIGHT, checks=[check.to_json() for check in checks])
+    raise_if_unfit(checks)
 
 
 def tell_peak(session: Session, frozen: FrozenRun, world: object) -> float | None:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 from typing import Any
 
 import pytest
 
-from air_hpc.agent import environment
 from air_hpc.agent.environment import (
     JobContext,
-    bound_devices,
     coordinator_addresses,
     own_address,
     read_job_context,
@@ -145,31 +142,6 @@ class TestAddresses:
         with pytest.raises(EnvironmentFailure, match="no route") as caught:
             own_address("255.255.255.255", None)  # broadcasting is refused to this socket
         assert "cluster.network_interface" in str(caught.value)
-
-
-class TestDevices:
-    def test_on_a_cpu_there_are_as_many_as_configured(self) -> None:
-        devices = bound_devices("cpu", 3, {"CUDA_VISIBLE_DEVICES": "0"})
-        assert [device.model for device in devices] == ["cpu"] * 3
-
-    def test_bound_devices_are_counted_where_no_driver_describes_them(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(environment, "_describe_cuda", list)
-        assert len(bound_devices("cuda", 8, {"CUDA_VISIBLE_DEVICES": "0,1"})) == 2
-        assert bound_devices("cuda", 8, {}) == []
-
-    def test_a_bound_device_is_described_by_its_own_index(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        described = [environment.Device(f"gpu{i}", 2**30) for i in range(4)]
-        monkeypatch.setattr(environment, "_describe_cuda", lambda: described)
-        devices = bound_devices("cuda", 2, {"CUDA_VISIBLE_DEVICES": "1,3"})
-        assert [device.model for device in devices] == ["gpu1", "gpu3"]
-
-    def test_without_nvml_nothing_is_described(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setitem(sys.modules, "pynvml", None)
-        assert environment._describe_cuda() == []
 
 
 def test_workers_get_disjoint_equal_pieces_of_the_cpus(monkeypatch: pytest.MonkeyPatch) -> None:

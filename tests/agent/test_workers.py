@@ -293,6 +293,18 @@ class TestStarters:
         assert gone(pid)
 
 
+def test_compute_times_are_told_when_they_changed(group_of: Callable[..., Group]) -> None:
+    group = group_of(2, steps=None)
+    assert "compute" not in group.progress()
+    first, second = (worker.page for worker in group.workers)
+    first.write(Word.COMPUTE_NS, 500)
+    first.write(Word.COMPUTE_STEPS, 10)
+    assert group.progress()["compute"] == {"0": [500, 10]}
+    assert "compute" not in group.progress()
+    second.write(Word.COMPUTE_STEPS, 10)
+    assert group.progress()["compute"] == {"1": [0, 10]}
+
+
 def test_a_worker_that_prints_without_end_does_not_hold_the_agent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

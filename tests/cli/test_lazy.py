@@ -38,6 +38,7 @@ def imported(tmp_path: Path, *words: str, watched: tuple[str, ...]) -> list[str]
         ["logs", "--help"],
         ["cancel", "--help"],
         ["sync", "--help"],
+        ["nodes", "--help"],
         ["--complete", "model=l"],
     ],
 )
@@ -56,6 +57,7 @@ def test_help_and_completion_import_almost_nothing(tmp_path: Path, words: list[s
         ["why", "tiny-1"],
         ["logs", "tiny-1"],
         ["cancel", "tiny-1"],
+        ["nodes"],
     ],
 )
 def test_light_verbs_import_nothing_heavy(tmp_path: Path, words: list[str]) -> None:

@@ -4,7 +4,8 @@
 FAKE_AGENT is the behaviour: `finish`; `fail`; `hold` (until a signal, then exits 3 after a second);
 a word for the first start, `requeue`, `resubmit`, `stop` or any other, left as the intent;
 `hold-requeue`: the same after a signal; `killed`: claims a generation and is killed, `killed-early`
-before it could claim one. In a word a bar begins the intent's next line. A start that finds the file `done` exits at once.
+before it could claim one. In a word a bar begins the intent's next line. A start that finds the
+file `done` exits at once.
 """
 
 import json
@@ -44,6 +45,7 @@ names = (
     "PYTHONSAFEPATH",
     "AIR_HPC_SCRIPT",
     "SLURM_ARRAY_JOB_ID",
+    "SLURM_JOB_NODELIST",
     "SLURM_ARRAY_TASK_ID",
     "SLURM_CPUS_PER_TASK",
     "CUDA_VISIBLE_DEVICES",

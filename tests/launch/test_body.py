@@ -73,7 +73,7 @@ class Site:
         lines = [
             "#!/bin/bash",
             f'echo "$@" >> {calls}',
-            f'[[ $1 == -o ]] && {{ echo "JobId=7 JobName=x JobState={state} Restarts=0"; exit 0; }}',
+            f'[[ $1 == -o ]] && {{ echo "JobId=7 JobState={state} Restarts=0"; exit 0; }}',
             *(f'[[ "$*" == "{words}" && ! -e {calls}.{n} ]] && {{ touch {calls}.{n}; exit 1; }}'
               for n, words in enumerate(refused)),
             "exit 0",
@@ -288,3 +288,16 @@ def test_agents_that_left_no_trace_are_not_started_for_ever(site: Site) -> None:
     calls = site.scontrol()
     assert site.run("killed-early").returncode == 137
     assert not calls.exists()
+
+
+def test_a_list_that_sbatch_refuses_does_not_end_the_run(site: Site) -> None:
+    """Slurm refuses a whole list for one node that it no longer has."""
+    count = site.folder / "count"
+    refuse = "for x; do [[ $x == --exclude=* ]] && exit 1; done"
+    site.program("sbatch", f'#!/bin/bash\necho "$@" >> {count}; {refuse}; echo 12\n')
+    site.program("squeue", "#!/bin/bash\n")
+    site.program("sleep", "#!/bin/bash\nexec /bin/sleep 0.1\n")
+    done = site.run("resubmit|exclude=gone")
+    assert done.returncode == 0
+    assert "without --exclude=gone" in done.stderr
+    assert "exclude" not in count.read_text().splitlines()[-1]

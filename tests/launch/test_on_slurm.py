@@ -18,6 +18,7 @@ from air_hpc.launch.submission import AskState, load, save, submission_dir
 from air_hpc.rundir.events import read_ledger
 from air_hpc.rundir.layout import RunDir
 from air_hpc.runs.jobs import jobs_of
+from air_hpc.slurm.hostlist import expand
 from tests.launch.making import ROOT, fake_cluster
 from tests.slurm_cluster import USER, DevCluster
 from tests.user_python import python_for
@@ -159,6 +160,44 @@ def test_a_verdict_to_stop_ends_the_job_with_93(users: Site) -> None:
 def test_without_an_intent_the_jobs_status_is_the_agents(users: Site) -> None:
     (run,) = users.submit("fail")["runs"]
     assert users.wait_for_end(run, "FAILED")["ExitCode"] == "5:0"
+
+
+def nodes_verb(site: Site, *words: str) -> str:
+    command = [site.python.executable, "-m", "air_hpc", "nodes", *words, "--runs-dir"]
+    command.append(str(site.runs_dir))
+    return site.cluster.run(command, site.user, env=site.python.env, cwd=ROOT).stdout
+
+
+def nodes_of(run: dict[str, Any], site: Site) -> list[list[str]]:
+    """The nodes of each start."""
+    return [list(expand(x["environ"]["SLURM_JOB_NODELIST"])) for x in site.starts(run)]
+
+
+def test_an_excluded_node_is_avoided_by_submission_and_requeue_until_it_expires(
+    users: Site,
+) -> None:
+    everyone = [f"n{number}" for number in range(1, 9)]
+    nodes_verb(users, "exclude", "n[1-4]", "--reason", "slow links")
+    (run,) = users.submit("requeue|exclude=n[5-7],n8", nodes=4)["runs"]
+    assert users.cluster.job(run["job_id"])["ExcNodeList"] == "n[1-4]"
+    users.wait_for_events(run, 4, "finish")
+    users.wait_for_end(run)
+    assert nodes_of(run, users) == [everyone[4:], everyone[:4]]
+    # Forgotten at its end: by the list, and by the next submission.
+    nodes_verb(users, "release", "--all")
+    assert "n8" in nodes_verb(users, "exclude", "n8", "--reason", "a test", "--hours", "0.0005")
+    users.cluster.wait_until(lambda: "n8" not in nodes_verb(users), "the end of the exclusion")
+    (run,) = users.submit("finish", nodes=8)["runs"]
+    assert users.wait_for_end(run)["ExcNodeList"] == "(null)"
+    assert nodes_of(run, users) == [everyone]
+
+
+def test_a_run_whose_agents_are_killed_starts_again(users: Site) -> None:
+    """It once ended FAILED, and nobody started it again."""
+    (run,) = users.submit("killed")["runs"]
+    users.wait_for_events(run, 2, "finish")
+    assert users.wait_for_end(run)["Restarts"] == "1"
+    assert "the agents left no word (status 137)" in users.logs(run)
 
 
 @pytest.mark.parametrize("number", [1, 2])

@@ -145,7 +145,7 @@ def test_folders_of_the_users_home_are_found(
     place = script.ScriptPlace(tmp_path / "s.sh", "a run", run_dir=tmp_path / "runs" / "r")
     text = script.body(made, task(made).plan, place)
     assert f"--bind {tmp_path}/runs " in text
-    assert "~" not in text
+    assert "~/" not in text
 
 
 def test_a_misspelt_name_in_a_template_is_an_error(tmp_path: Path) -> None:

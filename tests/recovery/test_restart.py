@@ -385,6 +385,9 @@ class Watched:
                 assert self.stop_asked
             else:
                 assert not fills
+                coming = set(self.nodes) - self.arrived - self.out - self.lost
+                hopeless = not coming or len(fit) + len(coming) < min(sizes, default=0)
+                assert self.starts or hopeless or self.now >= START_TIMEOUT_S, "given up early"
                 assert action.arrived == len(fit)
                 assert {*action.missing, *fit} == set(self.nodes)
             return

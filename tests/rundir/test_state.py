@@ -407,3 +407,21 @@ def test_kinds_and_facts_of_a_newer_version_are_kept() -> None:
 def test_an_empty_ledger_is_a_pending_run() -> None:
     assert fold([], now=5.0) == RunStatus()
     assert fold([]).time.goodput is None
+
+
+def slow(time: float, rank: int, ratio: object = 1.18, change: str = "found") -> Event:
+    facts = {"rank": rank, "node": "n3", "device": None, "ratio": ratio, "change": change}
+    return at(time, Kind.STRAGGLER, "1.1", window_s=60, **facts)
+
+
+def test_stragglers_are_those_of_the_present_generation_that_did_not_end() -> None:
+    events = [*began(0, "1.1"), slow(20, 5), slow(21, 2), slow(22, 5, 1.4, "worse")]
+    assert [str(each) for each in fold(events).stragglers] == [
+        "rank 2 on n3 is 18 % slower than the median",
+        "rank 5 on n3 is 40 % slower than the median",
+    ]
+    events.append(slow(30, 2, 1.0, "ended"))
+    assert [each.rank for each in fold(events).stragglers] == [5]
+    events.append(at(40, Kind.GENERATION_STARTED, "1.2"))
+    assert fold(events).stragglers == ()
+    assert fold([slow(1, 2, "much")]).stragglers == ()

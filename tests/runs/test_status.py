@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from air_hpc.cli.status import describe
 from air_hpc.rundir.events import Kind
 from air_hpc.rundir.fence import Token
 from air_hpc.rundir.words import FailureClass, RunState
@@ -283,3 +284,14 @@ class TestLocal:
         run = MadeRun(tmp_path / "runs").event(Kind.SUBMITTED, job_id="7", cluster="allocation")
         run.training(scheduler="slurm", job_id="100", **gone.to_facts())
         assert view_run(run.dir).status.state is RunState.FAILED
+
+
+def test_slow_ranks_are_told(tmp_path: Path) -> None:
+    facts = {"rank": 5, "node": "n3", "device": "A100", "ratio": 1.18, "window_s": 60.0}
+    run = MadeRun(tmp_path / "runs").submitted().training()
+    run.event(Kind.STRAGGLER, Token(1, 1), change="found", **facts)
+    view = view_run(run.dir, ask_slurm=False)
+    assert view.to_json()["stragglers"] == [
+        {"rank": 5, "node": "n3", "device": "A100", "ratio": 1.18}
+    ]
+    assert "rank 5 on n3 (A100) is 18 % slower than the median" in describe(view)

@@ -268,6 +268,12 @@ def test_phases_nest_and_return_also_after_an_error(
         pass
 
 
+def test_compute_totals_reach_the_page(pair: tuple[Session, Page, socket.socket]) -> None:
+    session, page, _ = pair
+    session.computed(2_000_000, 4)
+    assert (page.read(Word.COMPUTE_NS), page.read(Word.COMPUTE_STEPS)) == (2_000_000, 4)
+
+
 def test_messages_arrive_whole_and_in_order(pair: tuple[Session, Page, socket.socket]) -> None:
     session, _, channel = pair
     session.begin_step(7)

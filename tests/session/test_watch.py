@@ -72,9 +72,11 @@ def test_it_answers_with_the_stacks_of_the_other_threads(ends: Any) -> None:
         until.set()
         other.join()
     assert (answer["kind"], answer["rank"], answer["question"]) == (Message.INSPECTED, 5, 7)
-    assert answer["stacks"].startswith("Thread MainThread:\n")
-    assert "Thread stuck:" in answer["stacks"]
-    assert "waits_for_ever" in answer["stacks"]
+    main, _, rest = answer["stacks"].partition("\n\n")
+    assert main.startswith("Thread MainThread (most recent call first):\n")
+    assert " in test_it_answers_with_the_stacks_of_the_other_threads\n" in main
+    assert "Thread stuck (" in rest
+    assert " in waits_for_ever\n" in rest
     assert watch.THREAD_NAME not in answer["stacks"]
 
 

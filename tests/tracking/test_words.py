@@ -12,18 +12,21 @@ from typing import Any
 import pytest
 
 from air_hpc.errors import BadInput
+from air_hpc.rundir.events import Event, Kind
 from air_hpc.rundir.fence import Token
-from air_hpc.rundir.state import RunStatus, TimeSpent
+from air_hpc.rundir.state import RunStatus, SlowRank, TimeSpent
 from air_hpc.rundir.words import RunState
 from air_hpc.tracking.artifacts import collect
 from air_hpc.tracking.coverage import Coverage, StepRun
 from air_hpc.tracking.describe import (
     MAX_VALUE_CHARS,
     STATUS,
+    control_metrics,
     params,
     ranges_text,
     short,
     summary_metrics,
+    tags,
 )
 from air_hpc.tracking.position import ControlPoint, Position, newer
 from air_hpc.tracking.store import Row, batches
@@ -147,3 +150,20 @@ def test_importing_the_package_imports_no_mlflow() -> None:
         [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True
     )
     assert answer.stdout == "False\n"
+
+
+def test_stragglers_are_counted_and_named_until_there_are_none(tmp_path: Path) -> None:
+    run = SimulatedRun(tmp_path)
+    found = SlowRank(5, "n3", None, 1.18)
+    event = Event(1.0, Kind.STRAGGLER, facts={"rank": 5})
+
+    def told(status: RunStatus, *events: Event) -> tuple[float, str | None]:
+        metrics = control_metrics(
+            status, run.frozen.plan, rolled_back_steps=0, largest_difference=None, allocated_nodes=1
+        )
+        named = tags(run.dir, status, events, state=RunState.RUNNING, rolled_back=())
+        return metrics["recovery/stragglers"], named.get("air_hpc.stragglers")
+
+    assert told(RunStatus()) == (0, None)
+    assert told(RunStatus(stragglers=(found,)), event) == (1, str(found))
+    assert told(RunStatus(), event) == (0, "none")

@@ -11,6 +11,7 @@ from air_hpc.checkpoint.saver import SavesFail
 from air_hpc.data.shards import ShardUnreadable
 from air_hpc.errors import BadInput, EnvironmentFailure
 from air_hpc.parallel.world import RanksMissing
+from air_hpc.probes.ranks import DeviceUnfit, LinkUnfit
 from air_hpc.rundir.commit import CheckpointUnreadable
 from air_hpc.rundir.fence import Fenced
 from air_hpc.rundir.words import FailureClass
@@ -28,6 +29,8 @@ from air_hpc.train.setup import torch_warning
         (BadInput.single("a", 1, "x"), FailureClass.USER_ERROR),
         (EnvironmentFailure("x"), FailureClass.ENVIRONMENT),
         (RanksMissing("rank 1 of 2 could not join the others"), FailureClass.NETWORK),
+        (DeviceUnfit("pre-flight: matmul: 1 TFLOP/s, the median of 8 is 4"), FailureClass.DEVICE),
+        (LinkUnfit("pre-flight: all_reduce_node: 90 ms"), FailureClass.NETWORK),
         (ShardUnreadable("x"), FailureClass.DATA),
         (OSError(errno.ENOSPC, "No space left on device"), None),
         (TypeError("forward() missing 1 argument"), None),

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from air_hpc.config.spec import RunSpec
+from air_hpc.config.spec import RecoverySpec, RunSpec
 from air_hpc.plan.frozen import freeze_run, read_run_yaml, render_run_yaml
 from air_hpc.plan.types import Mesh
 from air_hpc.probes.matmul import device_name
@@ -63,7 +63,9 @@ class Worker:
 
 
 @contextmanager
-def started_worker(run: RunDir, resume_steps: tuple[int, ...] = ()) -> Iterator[Worker]:
+def started_worker(
+    run: RunDir, resume_steps: tuple[int, ...] = (), *, preflight: bool = False
+) -> Iterator[Worker]:
     page = Page.create()
     page.write(Word.LEASE_NS, 2**62)
     ours, theirs = socket_pair()
@@ -78,6 +80,7 @@ def started_worker(run: RunDir, resume_steps: tuple[int, ...] = ()) -> Iterator[
         node_rank=0,
         resume_steps=resume_steps,
         stop_timeout_s=20.0,
+        preflight=preflight,
         page_fd=page.fd,
         socket_fd=theirs.fileno(),
     )
@@ -119,10 +122,14 @@ def tags_after(run: RunDir, measured: dict[str, Any]) -> dict[str, str]:
 
 def test_a_worker_trains_to_the_end_and_says_what_it_measured(tmp_path: Path) -> None:
     run = frozen_run(tmp_path, small_spec(5))
-    with started_worker(run) as worker:
-        heard = worker.messages_until("finished")
+    with started_worker(run, preflight=True) as worker:
+        tried, *heard = worker.messages_until("finished")
         code, _ = worker.end()
     assert code == 0
+    assert worker.page.read(Word.COMPUTE_STEPS) == 5
+    assert worker.page.read(Word.COMPUTE_NS) > 0
+    assert tried["kind"] == "preflight"
+    assert [(check["name"], check["ok"]) for check in tried["checks"]] == [("matmul", True)]
     assert [m["kind"] for m in heard] == [
         "measured",
         "training_started",
@@ -144,6 +151,18 @@ def test_a_worker_trains_to_the_end_and_says_what_it_measured(tmp_path: Path) ->
     assert {"train/loss", "train/lr", "train/grad_norm"} <= set(samples[5].metrics)
     assert {"perf/tokens_per_second", "perf/step_time_s"} <= set(samples[5].metrics)
     assert list((run.shared_dir / "calibrations").glob("matmul-*.json"))
+
+
+def test_a_worker_of_a_smaller_world_derives_its_plan(tmp_path: Path) -> None:
+    """After an elastic restart nobody tells the worker its mesh: it follows from the world size."""
+    spec = small_spec(2, recovery=RecoverySpec(restart="elastic"))
+    plan = replace(plan_for(spec, Mesh(dp_replicate=2)), nodes=2, devices_per_node=1)
+    run = make_run(tmp_path)
+    run.run_yaml.write_text(render_run_yaml(freeze_run("run", spec, plan)), encoding="utf-8")
+    with started_worker(run) as worker:
+        worker.messages_until("finished")
+        assert worker.end()[0] == 0
+    assert list(effective_samples(run)) == [1, 2]
 
 
 def test_signals_do_not_end_a_worker_and_an_agreed_stop_does(tmp_path: Path) -> None:

@@ -138,7 +138,7 @@ class Observer:
         elif message["type"] == "heartbeat":
             self.beats += 1
             self.hub.send(node, {"type": "ack", "sequence": message["sequence"]})
-            if not message["started"] and len(self.ports) == self.count:
+            if message["token"] is None and len(self.ports) == self.count:
                 self.hub.send(node, {"type": "start", "start": self.start_of(node).to_json()})
 
     def start_of(self, node: str) -> GenerationStart:

@@ -1,0 +1,145 @@
+"""One campaign: its own cluster, the undisturbed references, several disturbed runs at once, and an
+end that leaves nothing, also when it is interrupted."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+
+from _chaos.drive import Drive, Outcome, Surroundings, model_words
+from _chaos.mlflow import MlflowServer, Proxy
+from _chaos.plan import RunPlan
+from air_hpc.rundir.layout import RunDir, list_runs
+from tests.acceptance.runs import air_hpc, losses
+from tests.slurm_cluster import DevCluster
+
+SITE = Path(__file__).resolve().parent / "site"
+NODES_A_RUN = 3
+"""Two that train and a spare one."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a campaign runs."""
+
+    runs_at_once: int
+    nodes: int
+    steps: int
+    mlflow_server: bool
+    patience_s: float
+    keep: Path | None
+
+
+def execute(plans: Sequence[RunPlan], options: Options) -> list[Outcome]:
+    """Run all plans; the outcomes in their order. An interrupted campaign ends its runs, leaves
+    nothing behind, and has the outcomes up to there."""
+    folder = Path(tempfile.mkdtemp(prefix="air_hpc-chaos-", dir="/tmp"))
+    folder.chmod(0o755)
+    stop, outcomes = threading.Event(), list[Outcome]()
+    with contextlib.ExitStack() as stack:
+        stack.callback(_remove, folder, options.keep, outcomes)
+        server = stack.enter_context(MlflowServer(folder)) if options.mlflow_server else None
+        cluster = stack.enter_context(DevCluster())
+        cluster.up(nodes=options.nodes, devices_per_node=2)
+        references = {
+            policy: _reference(policy, options.steps, folder)
+            for policy in sorted({plan.policy for plan in plans})
+        }
+        if server is not None:
+            server.wait()
+        around = Surroundings(
+            cluster, folder, SITE, references, server.port if server else None, options.steps,
+            options.patience_s, stop, _sync, _sayer(),
+        )  # fmt: skip
+        outcomes += _all(plans, around, options.runs_at_once)
+    return outcomes
+
+
+def _sayer() -> Callable[[str], None]:
+    """Says what happens, with the seconds since now."""
+    begun = time.monotonic()
+
+    def say(text: str) -> None:
+        print(f"{time.monotonic() - begun:6.0f} s  {text}", file=sys.stderr, flush=True)
+
+    return say
+
+
+def _all(plans: Sequence[RunPlan], around: Surroundings, at_once: int) -> list[Outcome]:
+    def live(plan: RunPlan) -> Outcome | None:
+        if around.stop.is_set():
+            return None
+        outcome = Drive(plan, around).execute()
+        around.say(
+            f"run {plan.number} ({plan.policy}) ended after {outcome.wall_s:.0f} s: "
+            + ("; ".join(outcome.violations)[:300] or "well")
+        )
+        return outcome
+
+    with ThreadPoolExecutor(at_once) as pool:
+        futures = [pool.submit(live, plan) for plan in plans]
+        try:
+            wait(futures)
+        except KeyboardInterrupt:
+            around.say("interrupted: ending what runs")
+            around.stop.set()
+    return [outcome for future in futures if (outcome := future.result()) is not None]
+
+
+def _reference(policy: str, steps: int, folder: Path) -> dict[int, float]:
+    """The losses of a run of four workers that nobody disturbs, on this machine."""
+    runs_dir = folder / f"reference-{policy}"
+    air_hpc(
+        *model_words(policy, steps), f"runs_dir={runs_dir}", "launch.devices_per_node=4",
+        "tracking.uri=null", f"data.cache_dir={folder}/data",
+        timeout_s=600,
+    )  # fmt: skip
+    (run,) = list_runs(runs_dir)
+    return losses(run)
+
+
+_SYNC = threading.Lock()
+"""One at a time: each is a process that imports MLflow."""
+
+
+def _sync(run: RunDir, folder: Path, proxy: Proxy | None) -> list[str]:
+    """Ship what was not shipped, and look for exactly one MLflow run with each step once."""
+    from mlflow import MlflowClient
+
+    uri = f"sqlite:///{folder / 'mlflow.db'}" if proxy is None else proxy.uri
+    with _SYNC:
+        words = ["--uri", uri] if proxy is None else []
+        told = json.loads(air_hpc("sync", str(run.path), *words, "--json"))
+        problems = [f"sync: {row['error']}" for row in told["runs"] if row.get("error")]
+        client = MlflowClient(uri)
+        found = client.search_runs(
+            [each.experiment_id for each in client.search_experiments()],
+            filter_string=f"tags.`air_hpc.run_id` = '{run.run_id}'",
+        )
+        if len(found) != 1:
+            return [*problems, f"{len(found)} MLflow runs instead of one"]
+        if found[0].info.status != "FINISHED":
+            problems.append(f"the MLflow run is {found[0].info.status}")
+        history = client.get_metric_history(found[0].info.run_id, "train/loss")
+        points = sorted((point.step, point.value) for point in history)
+        if points != sorted(losses(run).items()):
+            problems.append(f"MLflow has {len(points)} losses that are not those that count")
+    return problems
+
+
+def _remove(folder: Path, keep: Path | None, outcomes: list[Outcome]) -> None:
+    """Remove the campaign's folder; what tells of violations goes to `keep` first."""
+    for outcome in outcomes:
+        kept = folder / f"run-{outcome.plan.number}" / "kept"
+        if keep is not None and kept.is_dir():
+            shutil.copytree(kept, keep / f"run-{outcome.plan.number}", dirs_exist_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
