@@ -30,8 +30,15 @@ from air_hpc.plan.frozen import FrozenRun
 from air_hpc.plan.resize import plan_for, sizes
 from air_hpc.recovery import restart
 from air_hpc.recovery.decide import Decision, decide
-from air_hpc.recovery.evidence import Failure, GenerationEnd, WorkerEnd, first_failure
+from air_hpc.recovery.evidence import (
+    Classified,
+    Failure,
+    GenerationEnd,
+    WorkerEnd,
+    first_failure,
+)
 from air_hpc.recovery.restart import Phase, RestartMachine, RestartPolicy
+from air_hpc.recovery.rules import RuleTable, rule_action
 from air_hpc.rundir.atomic import make_dir
 from air_hpc.rundir.commit import mark_bad
 from air_hpc.rundir.events import Kind, LedgerWriter, read_ledger
@@ -66,6 +73,7 @@ class Coordinator:
         self._context = context
         self._run = run
         self._frozen = frozen
+        self._rules = RuleTable.of(frozen.spec.recovery.rules)
         self._spec, self._plan = frozen.spec, frozen.plan
         self._socket = socket
         self._scheduler = scheduler
@@ -148,7 +156,11 @@ class Coordinator:
             # Who wrote the last end could not always ask the budget: a survivor, or nobody.
             last = history[-1]
             decision = decide(
-                last.failure_class, last.committed_step, history[:-1], self._spec.recovery
+                last.failure_class,
+                last.committed_step,
+                history[:-1],
+                self._spec.recovery,
+                action=rule_action(last.action),
             )
             if decision.verdict is Verdict.STOP:
                 self._ending.forget_last()
@@ -292,16 +304,16 @@ class Coordinator:
             target=self._machine.target,
             committed=self._committed,
         )
-        failure = first_failure(end.workers)
+        failure = first_failure(end.workers, self._rules)
         if failure is not None and self._signal is None:
             self._hold_against_node(failure, live)
 
-        def blame(failure_class: FailureClass, evidence: str) -> tuple[FailureClass, str]:
+        def blame(found: Classified) -> Classified:
             if live.hung is not None and self._signal is None:
-                return FailureClass.HANG, live.hung.evidence
-            if failure is None or failure_class is not failure.failure_class:
-                return failure_class, evidence
-            return self._blame_checkpoint(live, failure)
+                return Classified(FailureClass.HANG, live.hung.evidence, node=live.hung.node)
+            if found.failure is None or not found.by_failure:
+                return found
+            return self._blame_checkpoint(live, found, found.failure)
 
         self._ending.start(
             end, self._committed, blame, can_continue=lambda: self._machine.can_continue
@@ -309,12 +321,14 @@ class Coordinator:
         self._poll_ending()
 
     def _hold_against_node(self, failure: Failure, live: Generation) -> None:
-        """A device that failed: its node is checked anew, and left out when it fails once more."""
-        if failure.failure_class is not FailureClass.DEVICE:
+        """A device that failed: its node is checked anew, and left out when it fails once more, or
+        at once where a rule says so."""
+        excludes = failure.action == "exclude"
+        if failure.failure_class is not FailureClass.DEVICE and not excludes:
             return
         node = live.ends[failure.rank].node
         self._fitness.ask_again(self._clock())
-        if self._fitness.failed_before(node):
+        if self._fitness.failed_before(node) or excludes:
             self._avoid(node, failure.failure_class, failure.evidence)
             self._machine.reject(node, self._clock())
 
@@ -323,15 +337,17 @@ class Coordinator:
         if self._avoiding.exclude(node, failure_class, reason):
             self._ending.avoids_nodes = True
 
-    def _blame_checkpoint(self, live: Generation, failure: Failure) -> tuple[FailureClass, str]:
+    def _blame_checkpoint(
+        self, live: Generation, found: Classified, failure: Failure
+    ) -> Classified:
         """A crash while loading makes the checkpoint suspect: the next start takes an older one."""
         blamable = failure.failure_class in (FailureClass.UNKNOWN, FailureClass.CHECKPOINT)
         loading = [step for step in live.resume_steps if step not in live.bad_steps]
         if failure.phase != "load" or not loading or not blamable:
-            return failure.failure_class, failure.evidence
+            return found
         reason = f"its load crashed: {failure.evidence}"
         self._condemn(loading[0], reason)
-        return FailureClass.CHECKPOINT, f"step-{loading[0]}: {reason}"
+        return Classified(FailureClass.CHECKPOINT, f"step-{loading[0]}: {reason}", failure)
 
     def _condemn(self, step: int, reason: str) -> None:
         """Never resume from this checkpoint again."""
@@ -487,16 +503,7 @@ class Coordinator:
         if not new:  # every heartbeat repeats them
             return
         ends = [
-            WorkerEnd(
-                rank=facts["rank"],
-                node=node,
-                exit_status=facts["exit_status"],
-                phase=facts["phase"],
-                done_step=facts["done_step"],
-                last_words=facts["last_words"],
-                arrived=now,
-                killed_by_agent=self._machine.killed,
-            )
+            WorkerEnd.from_report(facts, node, now, killed_by_agent=self._machine.killed)
             for facts in new
         ]
         live.ends.update((end.rank, end) for end in ends)

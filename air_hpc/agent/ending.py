@@ -29,7 +29,8 @@ from air_hpc.recovery.cause import (
     slurm_requeues_itself,
 )
 from air_hpc.recovery.decide import Decision, decide
-from air_hpc.recovery.evidence import GenerationEnd, classify_generation
+from air_hpc.recovery.evidence import Classified, GenerationEnd, classify_generation
+from air_hpc.recovery.rules import RuleAction, RuleTable
 from air_hpc.rundir.atomic import write_atomic
 from air_hpc.rundir.events import Kind, read_ledger
 from air_hpc.rundir.fence import Token, still_newest
@@ -98,6 +99,7 @@ class Ending:
         self._context = context
         self._run = run
         self._spec = frozen.spec
+        self._rules = RuleTable.of(frozen.spec.recovery.rules)
         self._scheduler = scheduler
         self.token = token
         self._history = history
@@ -141,7 +143,7 @@ class Ending:
         self,
         end: GenerationEnd,
         committed: int | None,
-        blame: Callable[[FailureClass, str], tuple[FailureClass, str]],
+        blame: Callable[[Classified], Classified],
         *,
         can_continue: Callable[[], bool],
     ) -> None:
@@ -152,25 +154,29 @@ class Ending:
 
         def conclude(word: SlurmWord | None) -> Outcome | Decision:
             cause = None if end.signal_name is None else self._cause(end.signal_name, word)
-            failure_class, evidence = blame(*classify_generation(end, cause))
+            found = blame(classify_generation(end, cause, self._rules, word))
+            failure_class, evidence = found.failure_class, found.evidence
             if not self._is_newest():
                 return self.fenced(evidence)
-            decision = self._decide(failure_class, committed, can_continue=can_continue())
+            decision = self._decide(
+                failure_class, committed, can_continue=can_continue(), action=found.action
+            )
             self._record(
                 Kind.GENERATION_ENDED,
-                failure_class=failure_class,
                 verdict=decision.verdict,
                 reason=decision.reason,
-                evidence=evidence,
                 step=end.step,
                 committed_step=committed,
                 exits={str(worker.rank): worker.exit_status for worker in end.workers},
+                **found.facts(),
             )
             if decision.verdict is not Verdict.CONTINUE:
-                return self._finish(decision, word, failure_class, evidence, committed, end.step)
+                return self._finish(
+                    decision, word, failure_class, evidence, committed, end.step, found.action
+                )
             self._history = (
                 *self._history,
-                End(self.token, failure_class, committed, evidence),
+                End(self.token, failure_class, committed, evidence, found.action),
             )
             self._say(f"{failure_class}: {evidence}")
             pause = f" after {decision.delay_s:g} s" if decision.delay_s else ""
@@ -262,6 +268,7 @@ class Ending:
         *,
         can_continue: bool = False,
         unrecoverable: bool = False,
+        action: RuleAction | None = None,
     ) -> Decision:
         return decide(
             failure_class,
@@ -272,6 +279,7 @@ class Ending:
             can_restart=self._spec.launch.continuation != "none",
             unrecoverable=unrecoverable,
             avoids_nodes=self.avoids_nodes,
+            action=action,
         )
 
     def _finish(
@@ -282,6 +290,7 @@ class Ending:
         evidence: str,
         committed: int | None,
         step: int | None,
+        action: RuleAction | None = None,
     ) -> Outcome:
         self.final = True
         self._record(
@@ -292,6 +301,7 @@ class Ending:
             evidence=evidence,
             step=step,
             committed_step=committed,
+            action=action,
         )
         self._say(f"{failure_class}: {evidence}")
         reason = "the run is complete"

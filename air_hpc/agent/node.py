@@ -21,6 +21,7 @@ from air_hpc.config.spec import RecoverySpec
 from air_hpc.errors import EXIT_ENVIRONMENT
 from air_hpc.probes.result import Check, worst
 from air_hpc.recovery.hang import PhaseDurations
+from air_hpc.recovery.rules import RuleTable
 from air_hpc.rundir.layout import RunDir
 from air_hpc.session.messages import RECORDED
 from air_hpc.session.messages import Message as MessageKind
@@ -66,6 +67,7 @@ class NodeAgent:
         self._context = context
         self._run = run
         self._recovery = recovery
+        self._rules = RuleTable.of(recovery.rules)
         self._uplink = uplink
         self._hello = hello
         self._starter = starter
@@ -153,6 +155,7 @@ class NodeAgent:
                 self._argv,
                 self._environ,
                 self._lease_until_ns(),
+                rules=self._rules,
                 hang=self._recovery.hang,
                 durations=self._durations,
             )

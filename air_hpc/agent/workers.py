@@ -12,17 +12,20 @@ import fcntl
 import os
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from air_hpc.agent.environment import thread_affinity
 from air_hpc.agent.logs import LineBuffer, NodeLog, node_log_path
+from air_hpc.agent.oom import oom_kills
 from air_hpc.agent.silence import SilenceWatch, stacks_path
 from air_hpc.agent.starters import Started, Starter, WorkerStart
 from air_hpc.config.spec import HangSpec
 from air_hpc.recovery.hang import PhaseDurations, RankReport
+from air_hpc.recovery.rules import SEARCHED_CHARS, RuleTable
 from air_hpc.rundir.fence import Token
 from air_hpc.rundir.layout import RunDir
 from air_hpc.session.messages import MAX_BYTES, Message, decode, socket_pair
@@ -38,6 +41,9 @@ _F_SETPIPE_SZ = 1031
 _PIPE_BYTES = 1024 * 1024
 _READS_A_PUMP = 4
 """A worker that prints without end must not keep its agent from its heartbeats."""
+
+TAIL_LINES = 40
+"""Of a worker's output: what is kept in memory, and searched when it has failed."""
 
 
 @dataclass(frozen=True)
@@ -90,25 +96,46 @@ class Worker:
     lines: LineBuffer
     last_words: dict[str, Any] | None = None
     exit_status: int | None = None
+    tail: deque[bytes] = field(default_factory=lambda: deque(maxlen=TAIL_LINES))
+    oom_killed: bool | None = None
+    xids: list[Any] = field(default_factory=list)
+    """Xids that the driver logged while it ran: numbers, or {xid, device}; for who watches them."""
+
     told_steps: int = 0
     """Of the compute time that the last heartbeat told."""
+
+    def take_output(self, data: bytes) -> list[bytes]:
+        """The whole lines that `data` completes; empty data ends the output."""
+        lines = self.lines.feed(data) if data else self.lines.end()
+        self.tail.extend(line[:SEARCHED_CHARS] for line in lines[-TAIL_LINES:])
+        return lines
 
     @property
     def phase(self) -> str:
         """What the worker said it is at."""
         return PHASES[self.page.read(Word.PHASE)]
 
-    def end(self) -> dict[str, Any]:
+    def end(self, rules: RuleTable | None = None) -> dict[str, Any]:
         """How it ended, for the coordinator. A traceback stays in the node's log: a thousand nodes
-        would send theirs with every heartbeat."""
+        would send theirs with every heartbeat. Of the log's last lines only those travel that a
+        pattern of `rules` is found in."""
         words = self.last_words
+        found = (
+            rules.search_log(self._tail_text()) if rules is not None and self.exit_status else ()
+        )
         return {
             "rank": self.rank,
             "exit_status": self.exit_status,
             "phase": self.phase,
             "done_step": self.page.read(Word.DONE_STEP),
             "last_words": words and {k: v for k, v in words.items() if k != "traceback"},
+            "log_match": [[match.rule, match.line] for match in found],
+            "oom_killed": self.oom_killed,
+            "xids": list(self.xids),
         }
+
+    def _tail_text(self) -> list[str]:
+        return [line.decode("utf-8", errors="replace") for line in self.tail]
 
 
 class WorkerGroup:
@@ -124,6 +151,7 @@ class WorkerGroup:
         environ: Mapping[str, str],
         lease_until_ns: int,
         *,
+        rules: RuleTable | None = None,
         hang: HangSpec | None = None,
         durations: PhaseDurations | None = None,
     ) -> None:
@@ -132,6 +160,8 @@ class WorkerGroup:
         `durations` is what the node has learned of how long phases take; it learns more here.
         """
         self.token = start.token
+        self._rules = rules
+        self._oom_kills = oom_kills()
         log_dir = run.generation_dir(start.token.attempt, start.token.generation)
         self.silence = SilenceWatch(
             node, stacks_path(log_dir, node), hang or HangSpec(), durations or PhaseDurations()
@@ -236,7 +266,7 @@ class WorkerGroup:
                 data = os.read(worker.output_fd, _PIPE_BYTES)
             except BlockingIOError:
                 return
-            lines = worker.lines.feed(data) if data else worker.lines.end()
+            lines = worker.take_output(data)
             if lines:
                 self._log.write(worker.rank, lines)
             if not data:
@@ -333,7 +363,9 @@ class WorkerGroup:
 
     def ends(self) -> list[dict[str, Any]]:
         """How those that have ended did."""
-        return [worker.end() for worker in self.workers if worker.exit_status is not None]
+        return [
+            worker.end(self._rules) for worker in self.workers if worker.exit_status is not None
+        ]
 
     def reap(self) -> list[Worker]:
         """Workers that ended since the last call, and their children with them.
@@ -346,7 +378,16 @@ class WorkerGroup:
                 worker.exit_status = status
                 worker.process.kill()
                 ended.append(worker)
+        if ended:
+            self._count_oom_kills(ended)
         return ended
+
+    def _count_oom_kills(self, ended: Sequence[Worker]) -> None:
+        """Say of those that ended whether the oom-killer struck since the ends before."""
+        before, now = self._oom_kills, oom_kills()
+        self._oom_kills = now
+        for worker in ended:
+            worker.oom_killed = None if before is None or now is None else now > before
 
     @property
     def running(self) -> bool:

@@ -42,7 +42,7 @@ _air_hpc_complete() {
 complete -F _air_hpc_complete air_hpc python python3
 """
 
-_OF_RUNS = ("status", "logs", "cancel", "verify", "sync")
+_OF_RUNS = ("status", "why", "logs", "cancel", "verify", "sync")
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -30,6 +30,7 @@ VERBS: Final = {
     "run": "train: start a run here, or submit it (the verb when none is given)",
     "plan": "what a run would take: FLOP, memory, mesh; nothing is started",
     "status": "how runs stand, reconciled with Slurm",
+    "why": "what failed first in a run, what was done, what comes next",
     "logs": "what a run printed, by rank, attempt and node; --follow",
     "cancel": "ask runs to save and end",
     "verify": "read a run's checkpoints and say which are what was committed",

@@ -4,6 +4,10 @@
 is no int, a number is no text, nan and infinity are no numbers), with one widening: an int is right
 where a float is asked for. A wrong or unknown key never ends the walk: each is a `Problem` with its
 dotted key, and the field takes its default, so that later checks still have something to look at.
+
+A mapping of free names to a class (`recovery.rules`) is walked entry by entry; an entry that has a
+problem is left out. A class may have `problem()`, which says what is wrong across its own fields
+and what is allowed: it is asked once each of them fits.
 """
 
 from __future__ import annotations
@@ -98,6 +102,12 @@ def _build_class(
             if built is not None:
                 arguments[name] = built
             continue
+        if member.entries is not None and isinstance(value, Mapping):
+            entries, below = _build_entries(member, member.entries, value, key, walk)
+            if below:
+                unknown[name] = below
+            _convert_into(arguments, name, entries, key, member, walk)
+            continue
         _convert_into(arguments, name, value, key, member, walk)
     missing = [n for n, m in known.items() if m.required and n not in arguments]
     for name in missing:
@@ -105,6 +115,47 @@ def _build_class(
             allowed = known[name].allowed
             walk.report(f"{prefix}{name}", None, "a value is needed", allowed)
     return (None if missing else cls(**arguments)), unknown
+
+
+def _build_entries(
+    member: Member, cls: type[Any], values: Mapping[Any, Any], key: str, walk: _Walk
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The entries of a map of free names that are right, and what is unknown in them.
+
+    The last table without a problem is kept: a sweep builds the same one for each of its tasks.
+    """
+    content = repr(values)
+    if _last_entries.get(cls, ("", {}))[0] == content:
+        return dict(_last_entries[cls][1]), {}
+    problems_before = len(walk.problems)
+    entries: dict[str, Any] = {}
+    unknown: dict[str, Any] = {}
+    for name, value in values.items():
+        below = f"{key}.{name}"
+        if not isinstance(name, str):
+            walk.report(below, name, "wrong type or value", "a name", "Quote it to make it text")
+        elif isinstance(value, Mapping):
+            before = len(walk.problems)
+            built, more = _build_class(cls, value, f"{below}.", walk)
+            if more:
+                unknown[name] = more
+            if built is None or len(walk.problems) > before:
+                continue
+            wrong = built.problem() if hasattr(built, "problem") else None
+            if wrong is None:
+                entries[name] = built
+            else:
+                walk.report(below, dict(value), *wrong)
+        elif value is None and member.null_entries:
+            entries[name] = None
+        else:
+            walk.report(below, value, "wrong type or value", member.allowed)
+    if len(walk.problems) == problems_before and not unknown:
+        _last_entries[cls] = content, dict(entries)
+    return entries, unknown
+
+
+_last_entries: dict[type[Any], tuple[str, dict[str, Any]]] = {}
 
 
 def _convert_into(
@@ -132,6 +183,9 @@ class Member:
     check: Callable[[Any], str | None] | None
     nested: type[Any] | None
     required: bool
+    entries: type[Any] | None = None
+    """The class that a map of free names leads to, and whether an entry may be null."""
+    null_entries: bool = False
 
 
 _FIELDS: dict[type[Any], Mapping[str, Member]] = {}
@@ -155,7 +209,18 @@ def _member(found: Field[Any], annotation: Any) -> Member:
         check=found.metadata.get("check"),
         nested=nested,
         required=found.default is MISSING and found.default_factory is MISSING,
+        entries=entry_class(annotation),
+        null_entries=entry_class(annotation) is not None
+        and type(None) in options_of(get_args(options_of(annotation)[0])[1]),
     )
+
+
+def entry_class(annotation: Any) -> type[Any] | None:
+    """The config class that a map of free names leads to, or None for any other type."""
+    first = options_of(annotation)[0]
+    if get_origin(first) is not Mapping:
+        return None
+    return next((o for o in options_of(get_args(first)[1]) if is_dataclass(o)), None)  # type: ignore[return-value]
 
 
 def options_of(annotation: Any) -> tuple[Any, ...]:
@@ -221,6 +286,8 @@ def _one_converter(option: Any) -> Callable[[Any], Any]:
         return _literal_converter(get_args(option))
     if origin is tuple:
         return _tuple_converter(_converter(get_args(option)[0]))
+    if origin is not None and entry_class(option) is not None:
+        return _built_entries
     if origin is not None:
         return _mapping_converter(_converter(get_args(option)[1]))
     if is_dataclass(option):
@@ -230,6 +297,13 @@ def _one_converter(option: Any) -> Callable[[Any], Any]:
 
 def _refuse(value: Any) -> Any:
     raise _Wrong
+
+
+def _built_entries(value: Any) -> Any:
+    """Entries of a map of classes, which `_build_entries` has made already."""
+    if isinstance(value, Mapping):
+        return value
+    raise _Wrong("Write {name: {key: value}}")
 
 
 def _literal_converter(values: tuple[Any, ...]) -> Callable[[Any], Any]:
@@ -247,7 +321,8 @@ def _tuple_converter(item: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def convert(value: Any) -> Any:
         if isinstance(value, list | tuple):
             return tuple(item(entry) for entry in value)
-        raise _Wrong(f"Write [{value}]" if isinstance(value, str) else "")
+        scalar = isinstance(value, str | int | float) and not isinstance(value, bool)
+        raise _Wrong(f"Write [{value}]" if scalar else "")
 
     return convert
 
@@ -327,11 +402,26 @@ def leaf_keys(cls: type[Any], prefix: str = "") -> tuple[str, ...]:
     return tuple(keys)
 
 
+def entry_maps(cls: type[Any], prefix: str = "") -> dict[str, type[Any]]:
+    """The dotted keys of a config class that map free names to a class, each with that class."""
+    found: dict[str, type[Any]] = {}
+    for name, member in fields_of(cls).items():
+        if member.nested is not None:
+            found |= entry_maps(member.nested, f"{prefix}{name}.")
+        elif member.entries is not None:
+            found[f"{prefix}{name}"] = member.entries
+    return found
+
+
 def nearest_key(key: str, root: type[Any], others: Sequence[str] = ()) -> str:
     """A hint that names the key of `root` (or of `others`) nearest to an unknown one, if any is.
 
     A name that is right but stands in the wrong section is found by its last part.
     """
+    for prefix, cls in entry_maps(root).items():
+        name, dot, _ = key.removeprefix(f"{prefix}.").partition(".")
+        if key.startswith(f"{prefix}.") and dot:
+            return nearest(key, [f"{prefix}.{name}.{below}" for below in fields_of(cls)])
     keys = leaf_keys(root)
     last = key.rpartition(".")[2]
     elsewhere = [known for known in keys if known.rpartition(".")[2] == last]

@@ -6,9 +6,14 @@ metadata. So the range of a value stands beside its type and its meaning, once.
 
 from __future__ import annotations
 
+import errno
+import re
+import signal
 from collections.abc import Callable
 from dataclasses import MISSING, field
 from typing import Any, Literal
+
+_ENTRY_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 
 AUTO: Literal["auto"] = "auto"
 Auto = Literal["auto"]
@@ -95,3 +100,49 @@ def named_lines() -> Any:
         return "names and values of one line without control characters"
 
     return _constrained(check, MISSING, dict)
+
+
+def named_entries() -> Any:
+    """A mapping, empty by default, of free names to config classes.
+
+    A name is one that an override can address: `recovery.rules.my_site.pattern=...`.
+    """
+
+    def check(value: Any) -> str | None:
+        if all(_ENTRY_NAME.fullmatch(name) for name in value):
+            return None
+        return "names of letters, digits, _ and -, beginning with a letter"
+
+    return _constrained(check, MISSING, dict)
+
+
+def regular_expression(default: Any = MISSING) -> Any:
+    """A regular expression of Python's `re`, or null."""
+
+    def check(value: Any) -> str | None:
+        if value is None:
+            return None
+        try:
+            re.compile(value)
+        except (re.error, RecursionError, OverflowError) as error:
+            return f"a regular expression ({error})"
+        return None
+
+    return _constrained(check, default, MISSING)
+
+
+def signal_names() -> Any:
+    """A list of signals by name (SIGKILL), empty by default."""
+    return _names_of(frozenset(number.name for number in signal.Signals), "names like SIGKILL")
+
+
+def errno_names() -> Any:
+    """A list of system errors by name (ENOSPC), empty by default."""
+    return _names_of(frozenset(errno.errorcode.values()), "names like ENOSPC, see errno(3)")
+
+
+def _names_of(valid: frozenset[str], words: str) -> Any:
+    def check(value: Any) -> str | None:
+        return None if valid.issuperset(value) else words
+
+    return _constrained(check, (), MISSING)

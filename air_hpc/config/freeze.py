@@ -20,14 +20,29 @@ _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def to_plain(value: Any) -> Any:
-    """A frozen dataclass, and everything in it, as plain data; shares nothing with the original."""
+    """A frozen dataclass, and everything in it, as plain data; shares nothing with the original.
+
+    A class that stands in a map of free names is written without what is null or empty there: a
+    table of rules would be mostly that.
+    """
     if is_dataclass(value) and not isinstance(value, type):
         return {f.name: to_plain(getattr(value, f.name)) for f in fields(value)}
     if isinstance(value, Mapping):
-        return {str(name): to_plain(entry) for name, entry in value.items()}
+        return {str(name): _entry(entry) for name, entry in value.items()}
     if isinstance(value, list | tuple):
         return [to_plain(entry) for entry in value]
     return value
+
+
+def _entry(value: Any) -> Any:
+    if not is_dataclass(value) or isinstance(value, type):
+        return to_plain(value)
+    members = [(f, getattr(value, f.name)) for f in fields(value)]
+    return {
+        f.name: to_plain(held)
+        for f, held in members
+        if not (f.default in (None, "", ()) and held == f.default)
+    }
 
 
 def canonical_json(plain: Any) -> str:

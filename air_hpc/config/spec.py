@@ -12,7 +12,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from air_hpc.config.fields import Auto, above, at_least, between, lines, named_lines, one_line
+from air_hpc.config.fields import (
+    Auto,
+    above,
+    at_least,
+    between,
+    errno_names,
+    lines,
+    named_entries,
+    named_lines,
+    one_line,
+    regular_expression,
+    signal_names,
+)
 from air_hpc.hardware.accelerator import AcceleratorSpec
 
 SCHEMA_VERSION = 1
@@ -312,6 +324,89 @@ class ExclusionSpec:
     max_nodes: int = at_least(0, 8)
 
 
+RuleClass = Literal[
+    "preempted",
+    "time_limit",
+    "requeued",
+    "cancelled",
+    "node_lost",
+    "not_arrived",
+    "user_error",
+    "checkpoint",
+    "storage",
+    "network",
+    "host_memory",
+    "device_memory",
+    "device",
+    "data",
+    "diverged",
+    "hang",
+    "environment",
+    "unknown",
+]
+"""The failure classes that a rule may name: those of `rundir.words` that a failure can have."""
+
+OWN_PRIORITY = 100
+"""The priority of a rule that names none: before every shipped one."""
+
+
+@dataclass(frozen=True)
+class FailureRule:
+    """One line of the table that turns the evidence of a failed worker into a failure class.
+
+    All conditions that are given must hold; a list holds when any of its entries does.
+    `exit_code` and `signal` (SIGABRT) are how the process ended; `exception` a type as a traceback
+    prints it (`torch.OutOfMemoryError`, `TypeError`), or a class it derives from; `errno` a system
+    error by name (ENOSPC); `pattern` a regular expression that is searched for in the text of the
+    error and in the last lines of the worker's log; `origin` whose code raised it: the user's, this
+    platform's, or that of libraries alone; `oom_killed` whether the kernel killed a process of the
+    job's memory group for lack of memory; `xid` an NVIDIA Xid that the node saw meanwhile;
+    `slurm_state` and `slurm_reason` what Slurm says of the job.
+
+    Rules are tried by `priority`, the largest first, then by name; the first that holds decides.
+    `action` null does what its class does; `restart` tries again within the budget, `exclude` also
+    keeps the node out, `stop` does not try again. `hint` tells the user what to do.
+    """
+
+    failure_class: RuleClass
+    exit_code: tuple[int, ...] = ()
+    signal: tuple[str, ...] = signal_names()
+    exception: tuple[str, ...] = lines()
+    errno: tuple[str, ...] = errno_names()
+    pattern: str | None = regular_expression(None)
+    origin: Literal["user", "platform", "library"] | None = None
+    oom_killed: bool | None = None
+    xid: tuple[int, ...] = ()
+    slurm_state: tuple[str, ...] = lines()
+    slurm_reason: tuple[str, ...] = lines()
+    priority: int = OWN_PRIORITY
+    action: Literal["restart", "exclude", "stop"] | None = None
+    hint: str = one_line("")
+
+    def problem(self) -> tuple[str, str] | None:
+        """(what is wrong with the rule as a whole, what is allowed); None when it is right."""
+        given = [getattr(self, name) for name in CONDITIONS]
+        if all(value is None or value == () for value in given):
+            conditions = ", ".join(CONDITIONS)
+            return "a rule without a condition would take every failure", f"any of {conditions}"
+        return None
+
+
+CONDITIONS = (
+    "exit_code",
+    "signal",
+    "exception",
+    "errno",
+    "pattern",
+    "origin",
+    "oom_killed",
+    "xid",
+    "slurm_state",
+    "slurm_reason",
+)
+"""The keys of a FailureRule that something must hold for."""
+
+
 @dataclass(frozen=True)
 class RecoverySpec:
     """What happens after a failure: restarts inside the allocation, budgets, deadlines.
@@ -338,6 +433,8 @@ class RecoverySpec:
     straggler: StragglerSpec = field(default_factory=StragglerSpec)
     preflight: PreflightSpec = field(default_factory=PreflightSpec)
     exclusion: ExclusionSpec = field(default_factory=ExclusionSpec)
+    rules: Mapping[str, FailureRule | None] = named_entries()
+    """By name. Null switches one off. Where each is from: conf/recovery/rules."""
 
 
 @dataclass(frozen=True)

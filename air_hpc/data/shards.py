@@ -7,7 +7,7 @@ hash of the token stream's description, and a run that resumes refuses another o
 Writing is done by one process, into a folder beside the final one, and made visible by a rename:
 a reader finds the whole set or nothing. Two processes that build at once both succeed, one set is
 kept. Reading opens each map once; a step touches no file-system metadata. A shard that is shorter
-than its index says is an EnvironmentFailure when it is opened.
+than its index says is a ShardUnreadable when it is opened.
 """
 
 from __future__ import annotations
@@ -35,6 +35,10 @@ _DTYPES: dict[str, np.dtype[Any]] = {
     "uint16": np.dtype("<u2"),
     "uint32": np.dtype("<u4"),
 }
+
+
+class ShardUnreadable(EnvironmentFailure):
+    """A shard is missing, unreadable, or not what its index says; the text names it."""
 
 
 @dataclass(frozen=True)
@@ -127,13 +131,13 @@ class TokenStream:
         try:
             data = np.memmap(path, dtype=dtype, mode="r")
         except (OSError, ValueError) as error:
-            raise EnvironmentFailure(
+            raise ShardUnreadable(
                 f"a shard of the training data cannot be read: {error}",
                 tried=str(path),
                 next_step="remove its folder, it is built again",
             ) from error
         if len(data) != shard.tokens:
-            raise EnvironmentFailure(
+            raise ShardUnreadable(
                 f"a shard of the training data has {len(data)} tokens, its index says "
                 f"{shard.tokens}",
                 tried=str(path),

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from air_hpc.config.spec import RecoverySpec
+from air_hpc.recovery.rules import RuleAction
 from air_hpc.rundir.state import End
 from air_hpc.rundir.words import FREE, FailureClass, Verdict
 
@@ -54,15 +55,21 @@ def decide(
     can_restart: bool = True,
     unrecoverable: bool = False,
     avoids_nodes: bool = False,
+    action: RuleAction | None = None,
 ) -> Decision:
     """The verdict for an end; `history` has the earlier ends of the run, oldest first.
 
     `can_continue`: whether the allocation can carry another generation. `can_restart` is False
     where the config asks for no continuation; `unrecoverable` marks an end that no restart mends
-    (a recorded checkpoint is gone, a rule says so). `avoids_nodes`: nodes are to be excluded.
+    (a recorded checkpoint is gone). `avoids_nodes`: nodes are to be excluded. `action` is what the
+    rule that gave the class asks for: `stop`, or `restart` and `exclude`, which also retry a class
+    that is not retried by itself.
     """
-    if failure_class in NOT_RETRIED:
+    final = failure_class in (FailureClass.COMPLETED, FailureClass.CANCELLED)
+    if final or (failure_class in NOT_RETRIED and action is None):
         return Decision(Verdict.STOP, f"{failure_class} is not retried")
+    if action == "stop":
+        return Decision(Verdict.STOP, f"{failure_class} is not retried: its rule says stop")
     if unrecoverable:
         return Decision(Verdict.STOP, "no restart can mend this")
     in_a_row = failures_in_a_row(failure_class, committed_step, history)

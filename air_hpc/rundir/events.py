@@ -56,7 +56,8 @@ class Kind(StrEnum):
     """target_step, reason: all workers run to this step, save it and leave."""
     GENERATION_ENDED = "generation_ended"
     """failure_class, evidence, step, exits; verdict and reason (since restarts inside the
-    allocation: `continue` when the attempt goes on)."""
+    allocation: `continue` when the attempt goes on); rule, action, hint, rank, node, device, phase
+    of the failure that was first (null: not known, or it was none of a worker's)."""
     NODE_LOST = "node_lost"
     """node, why, silent_s: given up by the coordinator; its writers are fenced off."""
     HANG_FOUND = "hang_found"

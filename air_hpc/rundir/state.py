@@ -59,6 +59,8 @@ class End:
     failure_class: FailureClass
     committed_step: int | None
     evidence: str = ""
+    action: str | None = None
+    """What the rule asked for that gave the class (`recovery.rules`), if it asked."""
 
 
 @dataclass(frozen=True)
@@ -404,6 +406,7 @@ class _Fold:
             _failure_class(event),
             self.status.committed_step,
             str(event.facts.get("evidence", "")),
+            _text(event.facts.get("action")),
         )
         self.status = replace(self.status, ends=(*_without(self.status.ends, event.token), end))
 

@@ -50,8 +50,9 @@ class Message(StrEnum):
     INSPECTED = "inspected"
     """question, groups, stacks: the answer of the worker's own thread to INSPECT (every rank)."""
     ERROR = "error"
-    """type, message, traceback, failure_class: why the worker ends; `facts` of a loss that
-    diverged: action, reason, bad_step, from_step, first_batch, last_batch."""
+    """traceback, failure_class (null: the agent finds it), and the facts of
+    `session.failure.error_facts`: why the worker ends; `facts` of a loss that diverged: action,
+    reason, bad_step, from_step, first_batch, last_batch."""
 
 
 _SHORTEST = 64

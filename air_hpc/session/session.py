@@ -48,6 +48,7 @@ from air_hpc.rundir.fence import Fenced, Token, claim_next_attempt, record_inher
 from air_hpc.rundir.layout import RunDir
 from air_hpc.rundir.retention import retire
 from air_hpc.rundir.spool import SpoolWriter
+from air_hpc.session.failure import error_facts
 from air_hpc.session.messages import Message, encode
 from air_hpc.session.page import NONE, PHASES, Page, Word
 from air_hpc.session.watch import start_watch
@@ -356,15 +357,17 @@ class Session:
         error: BaseException,
         *,
         traceback: str,
-        failure_class: str = "unknown",
+        failure_class: str | None = None,
         facts: Mapping[str, Any] | None = None,
     ) -> None:
-        """This worker ends with an error; the text goes to the ledger, with `facts` where the
-        coordinator needs more than the class to decide."""
+        """This worker ends with an error, whose facts go to the agent.
+
+        `failure_class` is for errors that know what they mean; of any other the agent finds the
+        class, by the run's table of failures. `facts` are what the coordinator needs beside it.
+        """
         self._leave(
             Message.ERROR,
-            type=type(error).__name__,
-            message=str(error)[:2000],
+            **error_facts(error),
             traceback=traceback,
             failure_class=failure_class,
             step=self._page.read(Word.DONE_STEP),

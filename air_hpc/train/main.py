@@ -1,14 +1,14 @@
 """What a worker process does, and what it says when it fails.
 
 Exit code 0: all steps done, or stopped as agreed with the state saved. Everything else is a
-failure, told to the agent with its class before the process leaves; the agent decides what comes
-of it. A failing worker leaves by `os._exit`: a background save may be waiting for a rank that
-will not answer, and must not hold the process.
+failure, told to the agent with its facts before the process leaves; the agent finds its class (but
+for errors of this project's own, which have one) and decides what comes of it. A failing worker
+leaves by `os._exit`: a background save may be waiting for a rank that will not answer, and must
+not hold the process.
 """
 
 from __future__ import annotations
 
-import errno
 import os
 import sys
 import traceback
@@ -24,33 +24,10 @@ from air_hpc.session.messages import Message
 from air_hpc.session.session import Session
 from air_hpc.train.guard import LossDiverged
 
-_LOST_PEER = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Read error",
-    "Timed out waiting",
-    "wait timeout after",
-    "NCCL error",
-    "ncclRemoteError",
-    "ncclSystemError",
-)
-_STORAGE = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EROFS}
-_MISTAKES = (
-    TypeError,
-    ValueError,
-    AttributeError,
-    NameError,
-    LookupError,
-    ArithmeticError,
-    AssertionError,
-    NotImplementedError,
-)
-"""What a program raises when it is wrong: it will be wrong again."""
-
-
 _OF_TORCH_MODULES = (
     ("air_hpc.checkpoint.saver", "SavesFail", FailureClass.STORAGE),
     ("air_hpc.checkpoint.loader", "NoUsableCheckpoint", FailureClass.CHECKPOINT),
+    ("air_hpc.data.shards", "ShardUnreadable", FailureClass.DATA),
     ("air_hpc.parallel.world", "RanksMissing", FailureClass.NETWORK),
     ("air_hpc.probes.ranks", "DeviceUnfit", FailureClass.DEVICE),
     ("air_hpc.probes.ranks", "LinkUnfit", FailureClass.NETWORK),
@@ -209,19 +186,18 @@ def _leave(session: Session, error: BaseException) -> NoReturn:
     print(f"error: {error}" if expected else text, file=sys.stderr)
     code = error.exit_code if isinstance(error, AirHpcError) else 1
     try:
-        failure_class = classify(error)
         facts = error.facts if isinstance(error, LossDiverged) else None
-        session.failed(error, traceback=text, failure_class=failure_class.value, facts=facts)
+        session.failed(error, traceback=text, failure_class=own_class(error), facts=facts)
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code or 1)
 
 
-def classify(error: BaseException) -> FailureClass:
-    """The failure class that an exception of a worker speaks for.
+def own_class(error: BaseException) -> FailureClass | None:
+    """The failure class of an error of this project's own; None for any other.
 
-    gloo and NCCL raise plain RuntimeErrors, known by their text only.
+    What others raise is classified by the agent, by the run's table of failures.
     """
     for module, name, failure_class in _OF_TORCH_MODULES:
         kind = getattr(sys.modules.get(module), name, None)
@@ -233,30 +209,5 @@ def classify(error: BaseException) -> FailureClass:
         (CheckpointUnreadable, FailureClass.STORAGE),
         (BadInput, FailureClass.USER_ERROR),
         (EnvironmentFailure, FailureClass.ENVIRONMENT),
-        (ConnectionError, FailureClass.NETWORK),
-        (TimeoutError, FailureClass.NETWORK),
-        (MemoryError, FailureClass.HOST_MEMORY),
-        (ImportError, FailureClass.USER_ERROR),
     ]
-    for kind, failure_class in by_type:
-        if isinstance(error, kind):
-            return failure_class
-    if isinstance(error, OSError):
-        stored = error.errno in _STORAGE
-        return FailureClass.STORAGE if stored else FailureClass.ENVIRONMENT
-    return _classify_by_text(error)
-
-
-def _classify_by_text(error: BaseException) -> FailureClass:
-    text = f"{type(error).__name__}: {error}"
-    if "OutOfMemoryError" in text or "CUDA out of memory" in text:
-        return FailureClass.DEVICE_MEMORY
-    if "can't allocate memory" in text or "DefaultCPUAllocator" in text:
-        return FailureClass.HOST_MEMORY
-    if any(piece in text for piece in _LOST_PEER):
-        return FailureClass.NETWORK
-    if "CUDA error" in text or "HIP error" in text:
-        return FailureClass.DEVICE
-    if isinstance(error, _MISTAKES):
-        return FailureClass.USER_ERROR
-    return FailureClass.UNKNOWN
+    return next((found for kind, found in by_type if isinstance(error, kind)), None)

@@ -16,6 +16,8 @@ from air_hpc.agent import workers
 from air_hpc.agent.logs import LineBuffer, NodeLog, node_log_path
 from air_hpc.agent.starters import ExecStarter, ForkStarter, Starter, make_starter
 from air_hpc.agent.workers import GenerationStart, Worker, WorkerGroup, worker_environment
+from air_hpc.config.spec import FailureRule
+from air_hpc.recovery.rules import RuleTable
 from air_hpc.rundir.layout import RunDir, create_run_dir
 from air_hpc.session.page import Word
 from tests.agent.groups import (
@@ -63,12 +65,16 @@ def test_workers_finish_with_their_words_and_their_output(
     group = group_of(2, steps=3, prints=["hello", "world"])
     assert group.listen_to_the_end() == {0: 0, 1: 0}
     for worker in group.workers:
-        assert worker.end() == {
+        end = worker.end()
+        assert end.pop("oom_killed") in (False, None), "None where no memory group can be read"
+        assert end == {
             "rank": worker.rank,
             "exit_status": 0,
             "phase": "step",
             "done_step": 3,
             "last_words": {"kind": "finished", "rank": worker.rank, "step": 3},
+            "log_match": [],
+            "xids": [],
         }
     group.close()  # waits for the log, which a thread of its own writes
     log = node_log_path(run.generation_dir(1, 1), "n1").read_text().splitlines()
@@ -127,6 +133,40 @@ def test_exit_statuses_travel(
         assert "traceback" not in words, "a thousand nodes repeat it with every beat"
     else:
         assert words is None
+
+
+def test_only_the_line_that_a_rule_finds_travels(
+    run: RunDir, group_of: Callable[..., Group]
+) -> None:
+    rules = RuleTable.of({"fabric": FailureRule("network", pattern="port [0-9]+ flapped")})
+    lines = [f"line {n}" for n in range(100)]
+    printed = ["port 1 flapped", *lines, "port 2 flapped"]
+    group = group_of(1, steps=1, at_end="segfault", prints=printed)
+    group.listen_to_the_end()
+    worker = group.workers[0]
+    assert len(worker.tail) == workers.TAIL_LINES
+    assert worker.end(rules)["log_match"] == [["fabric", "port 2 flapped"]]
+    assert worker.end()["log_match"] == []
+
+
+def test_the_log_of_a_worker_that_did_well_is_not_searched(group_of: Callable[..., Group]) -> None:
+    rules = RuleTable.of({"any": FailureRule("network", pattern="trouble")})
+    group = group_of(1, steps=1, prints=["trouble"])
+    group.listen_to_the_end()
+    assert group.workers[0].end(rules)["log_match"] == []
+
+
+def test_an_oom_kill_is_of_those_that_ended_since_the_last_count(
+    group_of: Callable[..., Group], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = iter([3, 4, 4])
+    monkeypatch.setattr(workers, "oom_kills", lambda: next(counts))
+    group = group_of(2, steps=None)
+    group.listen_until(group.training)
+    for worker, expected in zip(group.workers, (True, False), strict=True):
+        os.kill(worker.process.pid, signal.SIGKILL)
+        group.listen_until(lambda worker=worker: worker.exit_status is not None)  # type: ignore[misc]
+        assert worker.end()["oom_killed"] is expected
 
 
 def test_the_jobs_signals_do_nothing_to_a_worker(group_of: Callable[..., Group]) -> None:

@@ -7,15 +7,20 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from air_hpc.config.compose import Composer
 from air_hpc.recovery.cause import Cause
 from air_hpc.recovery.evidence import (
     GenerationEnd,
+    SeenXid,
     WorkerEnd,
     classify,
     classify_generation,
     first_failure,
 )
+from air_hpc.recovery.rules import LogMatch, RuleTable
 from air_hpc.rundir.words import FailureClass
+
+TABLE = RuleTable.of(Composer().compose([]).recovery.rules)
 
 
 def error(failure_class: str, **facts: Any) -> dict[str, Any]:
@@ -65,7 +70,7 @@ def test_a_stop_before_the_first_step_names_no_step() -> None:
     left = end(0, 0, last_words={"kind": "stopped", "step": 500, "saved": True})
     stopped = GenerationEnd((left,), {}, signal_name="SIGTERM", target=0, committed=500)
     cause = Cause(FailureClass.PREEMPTED, "SIGTERM")
-    assert classify_generation(stopped, cause)[1] == "SIGTERM; stopped before a step began"
+    assert classify_generation(stopped, cause).evidence == "SIGTERM; stopped before a step began"
 
 
 def test_an_error_carries_its_class_and_text() -> None:
@@ -128,6 +133,93 @@ def test_an_error_that_arrives_after_the_kill_still_counts() -> None:
     failure = first_failure([hung, told])
     assert failure is not None
     assert failure.failure_class is FailureClass.DATA
+
+
+def test_a_broken_connection_that_the_table_names_is_a_consequence_too() -> None:
+    """Also where the worker gave no class of its own."""
+    told = {"kind": "error", "type": "RuntimeError", "message": "Connection closed by peer"}
+    broken = end(0, 1, arrived=1.0, last_words=told)
+    aborted = end(3, -6, arrived=1.5)
+    failure = first_failure([broken, aborted], TABLE)
+    assert failure is not None
+    assert failure.rank == 3
+    assert first_failure([broken], TABLE) == classify(broken, TABLE)
+    assert classify(broken, TABLE).rule == "gloo_lost_peer"
+
+
+def test_an_oom_kill_is_told_from_one_by_hand() -> None:
+    killed = classify(end(0, -9, oom_killed=True), TABLE)
+    assert (killed.failure_class, killed.rule) == (FailureClass.HOST_MEMORY, "oom_kill")
+    assert "by the kernel's oom-killer" in killed.evidence
+    by_hand = classify(end(0, -9, oom_killed=False), TABLE)
+    assert by_hand.failure_class is FailureClass.UNKNOWN
+    assert "no oom-kill was counted" in by_hand.evidence
+
+
+def test_a_worker_that_its_agent_killed_is_no_oom_kill() -> None:
+    told = classify(end(0, -9, oom_killed=True, killed_by_agent=True), TABLE)
+    assert told.failure_class is FailureClass.UNKNOWN
+
+
+def test_a_line_of_the_log_stands_in_the_evidence() -> None:
+    line = "[rank4]: Watchdog caught collective operation timeout: WorkNCCL(SeqNum=1580)"
+    failure = classify(end(4, -6, log_matches=(LogMatch("nccl_timeout", line),)), TABLE)
+    assert failure.failure_class is FailureClass.NETWORK
+    assert f"killed by SIGABRT in phase step; its log says: {line}" in failure.evidence
+
+
+def test_an_xid_is_named_with_its_device() -> None:
+    told = {"kind": "error", "type": "RuntimeError", "message": "CUDA error: unknown error"}
+    failure = classify(end(1, 1, last_words=told, xids=(SeenXid(79, "GPU-1"),)), TABLE)
+    assert failure.failure_class is FailureClass.DEVICE
+    assert (failure.action, failure.device) == ("exclude", "GPU-1")
+    assert "the driver logged Xid 79 of GPU-1" in failure.evidence
+
+
+def test_an_error_in_user_code_names_its_line() -> None:
+    frame = {"file": "/run/code/model.py", "line": 12, "function": "forward", "origin": "user"}
+    told = {"kind": "error", "type": "RuntimeError", "message": "odd\nshape", "frame": frame}
+    failure = classify(end(1, 1, last_words=told), TABLE)
+    assert failure.rule == "traceback_in_user_code"
+    assert failure.evidence == "rank 1 on n1: RuntimeError: odd shape (/run/code/model.py:12)"
+
+
+def test_a_report_of_a_node_is_read_back() -> None:
+    report = {
+        "rank": 2,
+        "exit_status": -6,
+        "phase": "step",
+        "done_step": 4,
+        "last_words": None,
+        "log_match": [["nccl", "NCCL error"]],
+        "oom_killed": False,
+        "xids": [48, {"xid": 79, "device": "GPU-1"}],
+    }
+    read = WorkerEnd.from_report(report, "n2", 1.0, killed_by_agent=False)
+    assert read.log_matches == (LogMatch("nccl", "NCCL error"),)
+    assert read.xids == (SeenXid(48), SeenXid(79, "GPU-1"))
+    older = {key: report[key] for key in list(report)[:5]}
+    assert WorkerEnd.from_report(older, "n2", 1.0, killed_by_agent=False).xids == ()
+
+
+def test_what_the_ledger_is_told_names_rule_and_place() -> None:
+    told = {"kind": "error", "type": "RuntimeError", "message": "CUDA out of memory"}
+    ended = GenerationEnd((end(5, 1, last_words=told),), {})
+    facts = classify_generation(ended, None, TABLE).facts()
+    assert facts["failure_class"] is FailureClass.DEVICE_MEMORY
+    assert (facts["rule"], facts["rank"], facts["node"]) == ("device_memory_text", 5, "n3")
+    assert facts["hint"]
+    preempted = classify_generation(ended, Cause(FailureClass.PREEMPTED, "SIGTERM"), TABLE)
+    assert preempted.action is None
+    assert (preempted.facts()["rule"], preempted.facts()["rank"]) == (None, None)
+
+
+def test_a_rule_that_retries_does_not_hide_a_lost_node() -> None:
+    told = {"kind": "error", "type": "RuntimeError", "message": "misaligned address"}
+    ended = GenerationEnd((end(0, 1, last_words=told),), {"n9": 3})
+    assert classify_generation(ended, None, TABLE).failure_class is FailureClass.NODE_LOST
+    told["message"] = "CUDA out of memory"
+    assert classify_generation(ended, None, TABLE).failure_class is FailureClass.DEVICE_MEMORY
 
 
 ends_of_a_world = st.lists(
