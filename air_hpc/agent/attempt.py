@@ -42,6 +42,7 @@ from air_hpc.agent.shipper import Shipper
 from air_hpc.agent.starters import make_starter
 from air_hpc.agent.survivor import end_as_survivor
 from air_hpc.agent.workers import worker_command, worker_environment
+from air_hpc.agent.xids import watch_xids
 from air_hpc.errors import BadInput
 from air_hpc.plan.frozen import FrozenRun, read_run_yaml
 from air_hpc.probes.ports import free_ports
@@ -208,6 +209,7 @@ class Attempt:
             say=say,
             on_coordinator_lost=self._requeue_as_survivor,
             preflight=preflight,
+            xids=watch_xids(spec.accelerator.kind, self._environ),
         )
 
     def _requeue_as_survivor(self) -> None:

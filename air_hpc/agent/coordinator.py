@@ -21,6 +21,7 @@ from air_hpc.agent.channel import CoordinatorSocket, Message
 from air_hpc.agent.ending import Ask, Ending, Outcome, ThreadQuestion
 from air_hpc.agent.environment import JobContext
 from air_hpc.agent.generation import CannotStart, Generation
+from air_hpc.agent.limit import LIMIT_SIGNAL, LimitTimer
 from air_hpc.agent.liveness import Prober
 from air_hpc.agent.members import Member
 from air_hpc.agent.scheduler import Scheduler
@@ -88,7 +89,7 @@ class Coordinator:
         self._nodes = NodeWatch(self._spec.recovery, clock=clock, prober=prober)
         self._live: Generation | None = None
         self._signal: str | None = None
-        self._limit_at: float | None = None
+        self._limit = LimitTimer(self._spec, self._plan, ask)
         self._going_on: Decision | None = None
         self._last_tick = clock()
         self.outcome: Outcome | None = None
@@ -166,9 +167,7 @@ class Coordinator:
                 self._ending.forget_last()
                 self._end_attempt(last.failure_class, last.evidence)
                 return
-        end = self._scheduler.end_time()
-        if end is not None:
-            self._limit_at = self._clock() + (end - self._wall_clock()) - self._plan.lead_s
+        self._limit.set(self._scheduler.end_time(), self._clock(), self._wall_clock())
 
     def _dismiss_finished(self, status: RunStatus) -> None:
         """A start that finds a terminal verdict exits at once."""
@@ -316,9 +315,30 @@ class Coordinator:
             return self._blame_checkpoint(live, found, found.failure)
 
         self._ending.start(
-            end, self._committed, blame, can_continue=lambda: self._machine.can_continue
+            end,
+            self._committed,
+            blame,
+            can_continue=lambda: self._machine.can_continue,
+            unrecoverable=failure is not None and self._steps_over_data(failure, live),
         )
         self._poll_ending()
+
+    def _steps_over_data(self, failure: Failure, live: Generation) -> bool:
+        """A loss that diverged: note the batches to step over; whether the guard has given up."""
+        if failure.failure_class is not FailureClass.DIVERGED:
+            return False
+        words = live.ends[failure.rank].last_words or {}
+        facts = words.get("facts") or {}
+        if facts.get("action") != "rollback":
+            return True
+        self._record(
+            Kind.DATA_SKIPPED,
+            first_batch=facts.get("first_batch"),
+            last_batch=facts.get("last_batch"),
+            from_step=facts.get("from_step"),
+            reason=facts.get("reason"),
+        )
+        return False
 
     def _hold_against_node(self, failure: Failure, live: Generation) -> None:
         """A device that failed: its node is checked anew, and left out when it fails once more, or
@@ -494,6 +514,7 @@ class Coordinator:
             facts["lost_steps"] = max(0, (self._status.step or 0) - int(facts["step"]))
         self._record(kind, **facts)
         if kind is Kind.CHECKPOINT_COMMITTED:
+            self._limit.saved_in(facts.get("duration_s"))
             self._committed = max(int(facts["step"]), self._committed or 0)
 
     def _on_ended(self, node: str, workers: Sequence[dict[str, Any]], now: float) -> None:
@@ -571,7 +592,15 @@ class Coordinator:
     # -- stops and time ----------------------------------------------------------------------------
 
     def on_signal(self, name: str, node: str) -> None:
-        """A signal reached an agent, or our own timer rang: agree on a step, save it, leave."""
+        """A signal reached an agent: agree on a step, save it, leave.
+
+        The one ahead of the time limit may come long before the last save has to begin.
+        """
+        if name == LIMIT_SIGNAL and self._limit.asks_again(self._scheduler.end_time):
+            return
+        self._request_stop(name, node)
+
+    def _request_stop(self, name: str, node: str) -> None:
         if self.outcome is not None or self._signal is not None or self._ending.final:
             return
         self._signal = name
@@ -590,9 +619,9 @@ class Coordinator:
         self._poll_ending()
         if self.outcome is not None:
             return
-        if self._limit_at is not None and now >= self._limit_at:
-            self._limit_at = None
-            self.on_signal("timer", self._context.node)
+        rings = self._limit.rings(now, self._wall_clock())
+        if rings is not None:
+            self._request_stop(rings, self._context.node)
         self._look_at_nodes(now)
         if self._live is not None and self._machine.phase is Phase.RUNNING:
             self._look_at_workers(self._live, now)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from air_hpc.agent.avoiding import Avoiding
 from air_hpc.agent.environment import JobContext
@@ -51,24 +51,24 @@ class Outcome:
 class Question(Protocol):
     """Something asked of the scheduler."""
 
-    def answer(self) -> tuple[bool, SlurmWord | None]:
+    def answer(self) -> tuple[bool, Any]:
         """(whether the answer is there, the answer)."""
         ...
 
 
-Ask = Callable[[Callable[[], SlurmWord | None]], Question]
+Ask = Callable[[Callable[[], Any]], Question]
 """How a question is put: in a thread; in tests at once."""
 
 
 class ThreadQuestion:
     """Asks in a thread, so that a scheduler that does not answer holds up nobody."""
 
-    def __init__(self, ask: Callable[[], SlurmWord | None]) -> None:
-        self._said: list[SlurmWord | None] = []
+    def __init__(self, ask: Callable[[], Any]) -> None:
+        self._said: list[Any] = []
         self._thread = threading.Thread(target=lambda: self._said.append(ask()), daemon=True)
         self._thread.start()
 
-    def answer(self) -> tuple[bool, SlurmWord | None]:
+    def answer(self) -> tuple[bool, Any]:
         """The answer when it has come; None too when asking failed."""
         if self._thread.is_alive():
             return False, None
@@ -146,6 +146,7 @@ class Ending:
         blame: Callable[[Classified], Classified],
         *,
         can_continue: Callable[[], bool],
+        unrecoverable: bool = False,
     ) -> None:
         """End as a generation ended. `blame` may turn the failure into its checkpoint's.
 
@@ -159,7 +160,11 @@ class Ending:
             if not self._is_newest():
                 return self.fenced(evidence)
             decision = self._decide(
-                failure_class, committed, can_continue=can_continue(), action=found.action
+                failure_class,
+                committed,
+                can_continue=can_continue(),
+                unrecoverable=unrecoverable and found.by_failure,
+                action=found.action,
             )
             self._record(
                 Kind.GENERATION_ENDED,

@@ -17,9 +17,11 @@ from air_hpc.agent.environment import JobContext
 from air_hpc.agent.preflight import Preflight
 from air_hpc.agent.starters import Starter
 from air_hpc.agent.workers import GenerationStart, WorkerGroup
+from air_hpc.agent.xids import hand_out
 from air_hpc.config.spec import RecoverySpec
 from air_hpc.errors import EXIT_ENVIRONMENT
 from air_hpc.probes.result import Check, worst
+from air_hpc.probes.xid import XidWatch
 from air_hpc.recovery.hang import PhaseDurations
 from air_hpc.recovery.rules import RuleTable
 from air_hpc.rundir.layout import RunDir
@@ -62,6 +64,7 @@ class NodeAgent:
         say: Callable[[str], None],
         on_coordinator_lost: Callable[[], None],
         preflight: Preflight | None = None,
+        xids: XidWatch | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._context = context
@@ -81,6 +84,7 @@ class NodeAgent:
         self._rank_checks: dict[int, list[dict[str, Any]]] = {}
         if preflight is not None:
             preflight.start()
+        self._xids = xids
         self._clock = clock
         self._deadline = clock() + start_timeout_s
         self._next_hello = clock()
@@ -260,6 +264,8 @@ class NodeAgent:
             self.group = None
         if self._preflight is not None:
             self._preflight.close()
+        if self._xids is not None:
+            self._xids.stop()
         self._starter.close()
 
     # -- from the outside and from the workers -----------------------------------------------------
@@ -273,6 +279,8 @@ class NodeAgent:
         if self.group is None:
             return
         self.group.pump(self._on_worker_message)
+        if self._xids is not None:
+            hand_out(self._xids.take(), self.group.workers)
         ended = self.group.reap()
         if ended:
             self.group.pump(self._on_worker_message)

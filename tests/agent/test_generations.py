@@ -322,3 +322,24 @@ class TestFewerNodes:
         assert self.started_on(one) == [["n2", "n3"]]
         assert one.event(Kind.PREFLIGHT).facts["checks"] == [bad]
         assert one.event(Kind.NODE_EXCLUDED).facts["node"] == "n1"
+
+
+class TestDivergedLoss:
+    def diverge(self, one: Play, action: str) -> None:
+        facts = {"action": action, "reason": "loss is nan", "bad_step": 9, "from_step": 4}
+        facts |= {"first_batch": 4, "last_batch": 8}
+        words = {"kind": "error", "type": "LossDiverged", "message": "loss is nan"}
+        words |= {"failure_class": "diverged", "facts": facts}
+        for node, ranks in (("n1", (0, 1)), ("n2", (2, 3))):
+            one.ended(node, *ranks, exit_status=1, phase="step", last_words=words)
+
+    def test_a_rollback_steps_over_the_batches_that_it_names(self, one: Play) -> None:
+        self.diverge(one, "rollback")
+        assert one.event(Kind.DATA_SKIPPED).facts["first_batch"] == 4
+        first, second = starts(one)
+        assert list(first["skipped_batches"]) == []
+        assert [tuple(pair) for pair in second["skipped_batches"]] == [(4, 8)]
+
+    def test_a_guard_that_has_given_up_stops_the_run(self, one: Play) -> None:
+        self.diverge(one, "stop")
+        assert one.end[:2] == (FailureClass.DIVERGED, Verdict.STOP)
