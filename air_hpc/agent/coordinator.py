@@ -11,6 +11,7 @@ say of an older one is not taken for the present one's.
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -303,6 +304,7 @@ class Coordinator:
             signal_name=self._signal,
             target=self._machine.target,
             committed=self._committed,
+            never_started=live.never_started(lost),
         )
         failure = first_failure(end.workers, self._rules)
         if failure is not None and self._signal is None:
@@ -361,10 +363,14 @@ class Coordinator:
     def _blame_checkpoint(
         self, live: Generation, found: Classified, failure: Failure
     ) -> Classified:
-        """A crash while loading makes the checkpoint suspect: the next start takes an older one."""
+        """A crash while loading makes the checkpoint suspect: the next start takes an older one.
+
+        Not where the worker was killed: no checkpoint sends a SIGKILL.
+        """
         blamable = failure.failure_class in (FailureClass.UNKNOWN, FailureClass.CHECKPOINT)
         loading = [step for step in live.resume_steps if step not in live.bad_steps]
-        if failure.phase != "load" or not loading or not blamable:
+        killed = live.ends[failure.rank].exit_status == -signal.SIGKILL
+        if failure.phase != "load" or not loading or not blamable or killed:
             return found
         reason = f"its load crashed: {failure.evidence}"
         self._condemn(loading[0], reason)

@@ -56,6 +56,19 @@ def test_after_a_failure_the_next_generation_starts_on_the_same_nodes(one: Play)
     assert one.scheduler.asked == 0, "what an attempt survives is no business of Slurm's"
 
 
+def test_a_generation_ended_before_its_workers_started_is_not_the_end_of_the_run(
+    one: Play,
+) -> None:
+    """No end of any worker was once taken for all ends being good, and the run for finished."""
+    one.signal("SIGTERM")
+    one.wait(21)
+    assert sorted(set(one.socket.to("kill"))) == list(NODES)
+    for node in NODES:
+        one.tell(node, "none_here")
+    assert one.end[:2] == (FailureClass.CANCELLED, Verdict.STOP)
+    assert fold(one.events).state is RunState.CANCELLED
+
+
 def test_the_third_failure_without_progress_stops_the_run_inside_the_attempt(one: Play) -> None:
     one.failed_all("network")
     one.failed_all("network")
