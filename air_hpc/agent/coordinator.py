@@ -430,7 +430,7 @@ class Coordinator:
             self._tell("kill")
             transient = message.get("transient", False)
             self._end_attempt(
-                FailureClass.HOST_MEMORY if transient else FailureClass.ENVIRONMENT,
+                FailureClass(message["failure_class"]),
                 f"{node} could not start workers: {message['reason']}",
             )
 

@@ -91,7 +91,7 @@ class TestRegistering:
         assert one.end[2] == "n2: its agent failed: no route"
 
     def test_workers_that_cannot_start_stop_the_run(self, running: Play) -> None:
-        running.tell("n2", "start_failed", reason="no python")
+        running.tell("n2", "start_failed", reason="no python", failure_class="environment")
         assert running.end[0] is FailureClass.ENVIRONMENT
         assert "n2 could not start workers: no python" in running.end[2]
         assert set(running.socket.to("kill")) == set(NODES)
