@@ -109,6 +109,7 @@ class NodeAgent:
         self._clock = clock
         self._start_timeout_s = start_timeout_s
         self._deadline = clock() + start_timeout_s
+        """For the coordinator's first word; after it for the starter, at each start."""
         self._next_hello = clock()
         self._next_heartbeat = clock()
         self._heard = clock()
@@ -413,5 +414,11 @@ class NodeAgent:
         holds = self._pending or self.group
         token = None if holds is None else str(holds.token)
         self._uplink.send(
-            {"type": "heartbeat", "sequence": self._sequence, "token": token, **progress}
+            {
+                "type": "heartbeat",
+                "sequence": self._sequence,
+                "wall_time": time.time(),
+                "token": token,
+                **progress,
+            }
         )
