@@ -402,6 +402,8 @@ class Coordinator:
             self.on_signal(message["name"], node)
         elif kind == "agent_failed":
             self._lose(node, f"its agent failed: {message['reason']}")
+        elif kind == "disowned":
+            self._on_disowned(node)
         elif kind == "bye":
             self._left.add(node)
             self._nodes.forget(node)
@@ -551,6 +553,16 @@ class Coordinator:
             return
         self._note_lost(node, why)
         self._do(self._machine.lose(node, self._clock()))
+
+    def _on_disowned(self, node: str) -> None:
+        """Slurm will give this node up: nothing may go on there, though everything still works."""
+        why = "Slurm has lost it: the slurmstepd of its agent is gone"
+        if node != self._context.node:
+            self._lose(node, why)
+        elif not self._ending.final:
+            self._note_lost(node, why)
+            self._tell("kill")
+            self._end_attempt(FailureClass.NODE_LOST, f"{node}: {why}")
 
     def _note_lost(self, node: str, why: str) -> None:
         member = self._members.get(node)
