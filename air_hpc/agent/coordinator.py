@@ -41,6 +41,7 @@ from air_hpc.recovery.evidence import (
 )
 from air_hpc.recovery.restart import Phase, RestartMachine, RestartPolicy
 from air_hpc.recovery.rules import RuleTable, rule_action
+from air_hpc.recovery.stragglers import Change
 from air_hpc.rundir.atomic import make_dir
 from air_hpc.rundir.commit import mark_bad
 from air_hpc.rundir.events import Kind, read_ledger
@@ -599,6 +600,12 @@ class Coordinator:
         self._say(f"node {node} is lost: {why}")
 
     def _look_at_nodes(self, now: float) -> None:
+        if unproven := self._nodes.newly_unproven():
+            lease_s = self._spec.recovery.lease_s
+            self._say(
+                f"the probe port of {', '.join(unproven)} cannot be reached (a firewall between "
+                f"the nodes?): their loss is found after recovery.lease_s={lease_s:g} only"
+            )
         for lost in self._nodes.tick(now):
             self._lose(lost.node, f"silent for {lost.silent_s:.1f} s: {lost.why}")
 
@@ -615,7 +622,10 @@ class Coordinator:
                 window_s=round(slow.window_s, 1),
                 change=slow.change,
             )
-            self._say(f"rank {slow.rank} on {slow.node}: {slow.ratio:.2f} of the median compute")
+            told = f"rank {slow.rank} computes {slow.ratio:.2f} times as long as the median"
+            self._say(f"{told}, on {slow.node} ({slow.change})")
+            if self._spec.recovery.straggler.exclude and slow.change is Change.FOUND:
+                self._avoiding.exclude(slow.node, FailureClass.DEVICE, f"straggler: {told}")
         found = live.hang.tick(now)
         if found is None or self._machine.killed:
             return

@@ -215,6 +215,22 @@ def test_a_slow_rank_stands_in_the_ledger_with_its_node(one: Play) -> None:
     assert [each.rank for each in fold(one.events).stragglers] == [3]
 
 
+def test_a_slow_rank_is_evidence_against_its_node_where_the_config_wants_it(
+    tmp_path: Path, play: Callable[..., Play]
+) -> None:
+    one = play(run=build_run(tmp_path / "runs", *BASE, "recovery.straggler.exclude=true"))
+    one.hello(*NODES)
+    for second in range(1, 140):
+        total = second * 10**9
+        one.beat("n1", compute={"0": [total, second * 10], "1": [total, second * 10]})
+        one.beat("n2", compute={"2": [total, second * 10], "3": [2 * total, second * 10]})
+        one.wait(1)
+    (standing,) = active(read_exclusions(one.run.runs_dir).entries, one.now + 1e9)
+    assert standing.node == "n2"
+    assert "straggler" in standing.reason
+    assert one.socket.of("kill") == []
+
+
 THREE = (*NODES, "n3")
 
 
