@@ -2,8 +2,8 @@
 
 A file system that takes nothing for a while (full, a quota, rights that were lost) must not end a
 run that could go on, and what happened meanwhile must not be missing from its story. An event that
-cannot be written is kept, with its own time, and written as soon as the file system takes it, before
-any later one. What is left when the attempt ends is waited for, and then said to be lost.
+cannot be written is kept, with its own time, and written once the file system takes it, before any
+later one. What is left when the attempt ends is waited for, and then said to be lost.
 """
 
 from __future__ import annotations
