@@ -97,6 +97,19 @@ def test_a_lost_node_leaves_too_few_and_the_job_is_requeued(one: Play) -> None:
     assert one.event(Kind.NODE_LOST).facts["node"] == "n2"
 
 
+@pytest.mark.parametrize("node", ["n1", "n2"])
+def test_a_node_that_slurm_lost_trains_no_further_though_it_works(one: Play, node: str) -> None:
+    """Under --no-kill the run went on there, on devices that Slurm could give to another job."""
+    one.tell(node, "disowned")
+    assert sorted(one.socket.to("kill")) == sorted(set(NODES) - ({node} - {"n1"}))
+    for other, ranks in (("n1", (0, 1)), ("n2", (2, 3))):
+        one.failed(other, *ranks)
+    failure_class, verdict, _ = one.end
+    assert (failure_class, verdict) == (FailureClass.NODE_LOST, Verdict.REQUEUE)
+    assert one.event(Kind.NODE_LOST).facts["node"] == node
+    assert one.intent() == "requeue"
+
+
 def test_a_lost_node_that_is_heard_again_is_told_to_leave(one: Play) -> None:
     one.wait(2)
     one.wait(6, beating=("n1",))
