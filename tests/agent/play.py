@@ -165,7 +165,7 @@ class Play:
             }
             self.coordinator.on_message(node, message)
             if node in self.socket.to("welcome"):  # then it begins to beat
-                self.coordinator.on_message(node, {"type": "heartbeat", "sequence": 0})
+                self.tell(node, "heartbeat", sequence=0)
 
     def beat(self, *nodes: str, **facts: Any) -> None:
         for node in nodes:
