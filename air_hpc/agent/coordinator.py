@@ -11,6 +11,7 @@ say of an older one is not taken for the present one's.
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -348,6 +349,7 @@ class Coordinator:
             signal_name=self._signal,
             target=self._machine.target,
             committed=self._committed,
+            never_started=live.never_started(lost),
         )
         failure = first_failure(end.workers, self._rules)
         if failure is not None and self._signal is None:
@@ -406,10 +408,14 @@ class Coordinator:
     def _blame_checkpoint(
         self, live: Generation, found: Classified, failure: Failure
     ) -> Classified:
-        """A crash while loading makes the checkpoint suspect: the next start takes an older one."""
+        """A crash while loading makes the checkpoint suspect: the next start takes an older one.
+
+        Not where the worker was killed: no checkpoint sends a SIGKILL.
+        """
         blamable = failure.failure_class in (FailureClass.UNKNOWN, FailureClass.CHECKPOINT)
         loading = [step for step in live.resume_steps if step not in live.bad_steps]
-        if failure.phase != "load" or not loading or not blamable:
+        killed = live.ends[failure.rank].exit_status == -signal.SIGKILL
+        if failure.phase != "load" or not loading or not blamable or killed:
             return found
         reason = f"its load crashed: {failure.evidence}"
         self._condemn(loading[0], reason)
@@ -441,6 +447,8 @@ class Coordinator:
             self.on_signal(message["name"], node)
         elif kind == "agent_failed":
             self._lose(node, f"its agent failed: {message['reason']}")
+        elif kind == "disowned":
+            self._on_disowned(node)
         elif kind == "bye":
             self._left.add(node)
             self._nodes.forget(node)
@@ -590,6 +598,16 @@ class Coordinator:
             return
         self._note_lost(node, why)
         self._do(self._machine.lose(node, self._clock()))
+
+    def _on_disowned(self, node: str) -> None:
+        """Slurm will give this node up: nothing may go on there, though everything still works."""
+        why = "Slurm has lost it: the slurmstepd of its agent is gone"
+        if node != self._context.node:
+            self._lose(node, why)
+        elif not self._ending.final:
+            self._note_lost(node, why)
+            self._tell("kill")
+            self._end_attempt(FailureClass.NODE_LOST, f"{node}: {why}")
 
     def _note_lost(self, node: str, why: str) -> None:
         member = self._members.get(node)
