@@ -162,24 +162,31 @@ class ForkStarter:
         fds = [*start.inherited_fds, start.output_fd]
         payload = json.dumps(request).encode()
         self._channel.settimeout(self.REPLY_TIMEOUT_S)
-        socket.send_fds(self._channel, [len(payload).to_bytes(4, "big")], fds)
-        for offset in range(0, len(payload), FORK_CHUNK_BYTES):
-            self._channel.send(payload[offset : offset + FORK_CHUNK_BYTES])
-        while True:
-            try:
-                reply = self._receive()
-            except TimeoutError:
-                kill_group(self._template.pid)  # stopped, or stuck: the next start takes a new one
-                text = f"the template process did not answer in {self.REPLY_TIMEOUT_S:g} s"
-                raise OSError(errno.EAGAIN, text) from None
-            if reply is None:
-                # One that never got ready cannot import: the next would not either.
-                code = errno.EAGAIN if self._ready else errno.ENOEXEC
-                raise OSError(code, "the template process ended")
-            if "error" in reply:
-                raise OSError(str(reply["error"]))
-            if "pid" in reply:
-                return _Forked(self, int(reply["pid"]))
+        try:
+            socket.send_fds(self._channel, [len(payload).to_bytes(4, "big")], fds)
+            for offset in range(0, len(payload), FORK_CHUNK_BYTES):
+                self._channel.send(payload[offset : offset + FORK_CHUNK_BYTES])
+            while (reply := self._receive()) is not None:
+                if "error" in reply:
+                    raise OSError(str(reply["error"]))
+                if "pid" in reply:
+                    return _Forked(self, int(reply["pid"]))
+        except TimeoutError:
+            kill_group(self._template.pid)  # stopped, or stuck: the next start takes a new one
+            text = f"the template process did not answer in {self.REPLY_TIMEOUT_S:g} s"
+            raise OSError(errno.EAGAIN, text) from None
+        except ConnectionError:
+            pass
+        raise self._template_ended()
+
+    def _template_ended(self) -> OSError:
+        """What a start says of a template that is gone. One that was killed may do better the next
+        time; one that ended by itself before it got ready cannot import, nor could another."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._template.wait(self.REPLY_TIMEOUT_S)
+        killed = (self._template.poll() or 0) < 0
+        code = errno.EAGAIN if self._ready or killed else errno.ENOEXEC
+        return OSError(code, "the template process ended")
 
     def _receive(self) -> dict[str, int | str] | None:
         """The next word of the template; exits are noted on the way."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -242,8 +243,9 @@ class TestStarters:
         starter = ForkStarter(missing, environ())
         try:
             wait_until(lambda: starter.ready)
-            with pytest.raises(OSError, match=r"template|pipe|reset"):
+            with pytest.raises(OSError, match="template") as raised:
                 Group(run, starter, 1, missing)
+            assert raised.value.errno == errno.ENOEXEC
         finally:
             starter.close()
 
@@ -270,6 +272,21 @@ class TestStarters:
             group = Group(run, starter, 1, STAND_IN, steps=3)
             assert group.listen_to_the_end() == {0: 0}
             group.close()
+        finally:
+            starter.close()
+
+    @pytest.mark.parametrize("ready", [True, False])
+    def test_a_template_killed_right_before_a_start_is_worth_another_try(
+        self, run: RunDir, ready: bool
+    ) -> None:
+        starter = ForkStarter(STAND_IN, environ())
+        try:
+            if ready:
+                wait_until(lambda: starter.ready)
+            os.kill(starter._template.pid, signal.SIGKILL)
+            with pytest.raises(OSError, match="the template process ended") as raised:
+                Group(run, starter, 1, STAND_IN)
+            assert raised.value.errno == errno.EAGAIN
         finally:
             starter.close()
 
