@@ -105,6 +105,7 @@ class Attempt:
         self._shipper: Shipper | None = None
         self._listener = Listener(f"{run.run_id}/{context.start_id}/{context.node}")
         self._environ = worker_environment(os.environ, run, frozen.spec.cluster.node_local_dir)
+        self._parent = os.getppid()
 
     @property
     def outcome(self) -> Outcome | None:
@@ -210,7 +211,16 @@ class Attempt:
             on_coordinator_lost=self._requeue_as_survivor,
             preflight=preflight,
             xids=watch_xids(spec.accelerator.kind, self._environ),
+            disowned=self._is_disowned,
         )
+
+    def _is_disowned(self) -> bool:
+        """Whether the slurmstepd that started this agent is gone.
+
+        Slurm then gives this node up, reaches nothing on it with a signal any more, and may hand
+        its devices to another job while these workers still train on them.
+        """
+        return self._context.scheduler == "slurm" and os.getppid() != self._parent
 
     def _requeue_as_survivor(self) -> None:
         """The first node is gone and cannot carry out an intent: this one asks for it."""

@@ -11,6 +11,7 @@ say of an older one is not taken for the present one's.
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,6 +25,7 @@ from air_hpc.agent.generation import CannotStart, Generation
 from air_hpc.agent.limit import LIMIT_SIGNAL, LimitTimer
 from air_hpc.agent.liveness import Prober
 from air_hpc.agent.members import Member
+from air_hpc.agent.record import Record
 from air_hpc.agent.scheduler import Scheduler
 from air_hpc.agent.watching import FitnessWatch, NodeWatch
 from air_hpc.errors import EXIT_DO_NOT_RESTART, EXIT_ENVIRONMENT, EXIT_OK, EnvironmentFailure
@@ -40,9 +42,10 @@ from air_hpc.recovery.evidence import (
 )
 from air_hpc.recovery.restart import Phase, RestartMachine, RestartPolicy
 from air_hpc.recovery.rules import RuleTable, rule_action
+from air_hpc.recovery.stragglers import Change
 from air_hpc.rundir.atomic import make_dir
 from air_hpc.rundir.commit import mark_bad
-from air_hpc.rundir.events import Kind, LedgerWriter, read_ledger
+from air_hpc.rundir.events import Kind, read_ledger
 from air_hpc.rundir.fence import Fenced, Token, claim, claim_next_attempt
 from air_hpc.rundir.layout import RunDir
 from air_hpc.rundir.state import RunStatus, fold
@@ -50,6 +53,9 @@ from air_hpc.rundir.words import FailureClass, RunState, Verdict
 from air_hpc.runs.process import boot_id, start_time
 from air_hpc.session.messages import RECORDED
 
+STORAGE_PATIENCE_S = 60.0
+"""How long a start, of the attempt or of a generation, waits for a file system that refuses."""
+STORAGE_RETRY_S = 1.0
 STALL_S = 1.0
 """Ticks further apart than this are a stall of this process."""
 
@@ -91,12 +97,14 @@ class Coordinator:
         self._signal: str | None = None
         self._limit = LimitTimer(self._spec, self._plan, ask)
         self._going_on: Decision | None = None
+        self._refused_since: float | None = None
+        """Since when a generation cannot be started for the file system's sake."""
         self._last_tick = clock()
         self.outcome: Outcome | None = None
         self._status = fold(read_ledger(run).events)
         self._committed = self._status.committed_step
         self.token: Token | None = None
-        self._ledger: LedgerWriter | None = None
+        self._ledger: Record | None = None
         self._open(ask)
         self.dismissed = self.outcome is not None
         """Whether this start found that there is nothing to do."""
@@ -116,8 +124,8 @@ class Coordinator:
         if self._status.terminal:
             self._dismiss_finished(self._status)
             return
-        self.token = claim_next_attempt(self._run)
-        self._ledger = LedgerWriter(self._run, f"attempt-{self.token.attempt}")
+        self.token = self._claim_attempt()
+        self._ledger = Record(self._run, f"attempt-{self.token.attempt}", say=self._say)
         context = self._context
         self._record(
             Kind.ATTEMPT_STARTED,
@@ -169,6 +177,23 @@ class Coordinator:
                 return
         self._limit.set(self._scheduler.end_time(), self._clock(), self._wall_clock())
 
+    def _claim_attempt(self) -> Token:
+        """Claim the attempt. A file system that refuses is tried again for a while: a start that
+        leaves no claim also leaves nothing that the next one could count it by, and so ends the
+        run's job for good."""
+        until = time.monotonic() + STORAGE_PATIENCE_S
+        refused = False
+        while True:
+            try:
+                return claim_next_attempt(self._run)
+            except OSError as error:
+                if time.monotonic() > until:
+                    raise
+                if not refused:
+                    self._say(f"the attempt could not be claimed ({error}); trying again")
+                refused = True
+                time.sleep(STORAGE_RETRY_S)
+
     def _dismiss_finished(self, status: RunStatus) -> None:
         """A start that finds a terminal verdict exits at once."""
         finished = status.state is RunState.FINISHED
@@ -180,10 +205,7 @@ class Coordinator:
 
     def _record(self, kind: str, **facts: Any) -> None:
         if self._ledger is not None:
-            try:
-                self._ledger.append(kind, self.token, **facts)
-            except OSError as error:
-                self._say(f"the ledger could not be written ({error}); lost: {kind} {facts}")
+            self._ledger.append(kind, self.token, **facts)
 
     # -- the machine's actions ---------------------------------------------------------------------
 
@@ -235,19 +257,23 @@ class Coordinator:
         assert plan is not None, "the machine knows no other sizes"
         found: CannotStart | tuple[int, ...] | None
         try:
-            if number > 1:
-                token = Token(self.token.attempt, number)
-                claim(self._run, token)
-                self.token = token
-                self._ending.token = token
+            self._own(Token(self.token.attempt, number))
             found = generations.misfits(members, plan, self._spec)
             if found is None:
                 found = generations.fix_checkpoints(
                     self._run, self.token, self._status, self._condemn
                 )
+            if not isinstance(found, CannotStart):
+                log_dir = self._run.generation_dir(self.token.attempt, self.token.generation)
+                make_dir(log_dir.parent, exist_ok=True)
+                make_dir(log_dir, exist_ok=True)
         except Fenced as fenced:
             self._over(self._ending.fenced(str(fenced)))
             return
+        except OSError as error:
+            self._start_later(error)
+            return
+        self._refused_since = None
         if isinstance(found, CannotStart):
             self._end_attempt(
                 found.failure_class, found.evidence, unrecoverable=found.unrecoverable
@@ -264,9 +290,6 @@ class Coordinator:
             preflight=self._fitness.ranks_due,
         )
         self._fitness.ranks_due = False
-        log_dir = self._run.generation_dir(self.token.attempt, self.token.generation)
-        make_dir(log_dir.parent, exist_ok=True)
-        make_dir(log_dir, exist_ok=True)
         self._record(
             Kind.GENERATION_STARTED,
             world_size=plan.world_size,
@@ -278,6 +301,30 @@ class Coordinator:
         self._live = live
         for node, message in live.starts.items():
             self._socket.send(node, message)
+
+    def _own(self, token: Token) -> None:
+        """Claim a generation's token, once. Raises Fenced; OSError where nothing can be made."""
+        if token == self.token:
+            return
+        try:
+            claim(self._run, token)
+        except OSError:
+            # Nobody else claims generations of this attempt: what is there, this start has made.
+            if not (self._run.tokens_dir / str(token)).is_dir():
+                raise
+        self.token = token
+        self._ending.token = token
+
+    def _start_later(self, error: OSError) -> None:
+        """The file system refuses what a start needs: try again, with the nodes there are then."""
+        now = self._clock()
+        if self._refused_since is None:
+            self._refused_since = now
+            self._say(f"the generation could not be started ({error}); trying again")
+        if now > self._refused_since + STORAGE_PATIENCE_S:
+            self.fail(error)
+        else:
+            self._do(self._machine.withdraw(now, STORAGE_RETRY_S))
 
     def _rejects_unfit(self, nodes: Sequence[str]) -> bool:
         """Whether any of these nodes must not train, by what all of them said of themselves."""
@@ -302,6 +349,7 @@ class Coordinator:
             signal_name=self._signal,
             target=self._machine.target,
             committed=self._committed,
+            never_started=live.never_started(lost),
         )
         failure = first_failure(end.workers, self._rules)
         if failure is not None and self._signal is None:
@@ -360,10 +408,14 @@ class Coordinator:
     def _blame_checkpoint(
         self, live: Generation, found: Classified, failure: Failure
     ) -> Classified:
-        """A crash while loading makes the checkpoint suspect: the next start takes an older one."""
+        """A crash while loading makes the checkpoint suspect: the next start takes an older one.
+
+        Not where the worker was killed: no checkpoint sends a SIGKILL.
+        """
         blamable = failure.failure_class in (FailureClass.UNKNOWN, FailureClass.CHECKPOINT)
         loading = [step for step in live.resume_steps if step not in live.bad_steps]
-        if failure.phase != "load" or not loading or not blamable:
+        killed = live.ends[failure.rank].exit_status == -signal.SIGKILL
+        if failure.phase != "load" or not loading or not blamable or killed:
             return found
         reason = f"its load crashed: {failure.evidence}"
         self._condemn(loading[0], reason)
@@ -395,6 +447,8 @@ class Coordinator:
             self.on_signal(message["name"], node)
         elif kind == "agent_failed":
             self._lose(node, f"its agent failed: {message['reason']}")
+        elif kind == "disowned":
+            self._on_disowned(node)
         elif kind == "bye":
             self._left.add(node)
             self._nodes.forget(node)
@@ -548,6 +602,16 @@ class Coordinator:
         self._note_lost(node, why)
         self._do(self._machine.lose(node, self._clock()))
 
+    def _on_disowned(self, node: str) -> None:
+        """Slurm will give this node up: nothing may go on there, though everything still works."""
+        why = "Slurm has lost it: the slurmstepd of its agent is gone"
+        if node != self._context.node:
+            self._lose(node, why)
+        elif not self._ending.final:
+            self._note_lost(node, why)
+            self._tell("kill")
+            self._end_attempt(FailureClass.NODE_LOST, f"{node}: {why}")
+
     def _note_lost(self, node: str, why: str) -> None:
         member = self._members.get(node)
         silent_s = None if member is None else round(self._clock() - member.heard, 1)
@@ -557,6 +621,12 @@ class Coordinator:
         self._say(f"node {node} is lost: {why}")
 
     def _look_at_nodes(self, now: float) -> None:
+        if unproven := self._nodes.newly_unproven():
+            lease_s = self._spec.recovery.lease_s
+            self._say(
+                f"the probe port of {', '.join(unproven)} cannot be reached (a firewall between "
+                f"the nodes?): their loss is found after recovery.lease_s={lease_s:g} only"
+            )
         for lost in self._nodes.tick(now):
             self._lose(lost.node, f"silent for {lost.silent_s:.1f} s: {lost.why}")
 
@@ -573,7 +643,10 @@ class Coordinator:
                 window_s=round(slow.window_s, 1),
                 change=slow.change,
             )
-            self._say(f"rank {slow.rank} on {slow.node}: {slow.ratio:.2f} of the median compute")
+            told = f"rank {slow.rank} computes {slow.ratio:.2f} times as long as the median"
+            self._say(f"{told}, on {slow.node} ({slow.change})")
+            if self._spec.recovery.straggler.exclude and slow.change is Change.FOUND:
+                self._avoiding.exclude(slow.node, FailureClass.DEVICE, f"straggler: {told}")
         found = live.hang.tick(now)
         if found is None or self._machine.killed:
             return
@@ -619,6 +692,8 @@ class Coordinator:
             return
         if stalled:
             self._nodes.forgive(stalled, now)
+        if self._ledger is not None:
+            self._ledger.tick()
         self._poll_ending()
         if self.outcome is not None:
             return

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from air_hpc.agent.avoiding import Avoiding
 from air_hpc.agent.environment import JobContext
 from air_hpc.agent.scheduler import Scheduler
-from air_hpc.errors import EXIT_DO_NOT_RESTART, EXIT_OK
+from air_hpc.errors import EXIT_DO_NOT_RESTART, EXIT_ENVIRONMENT, EXIT_OK
 from air_hpc.plan.frozen import FrozenRun
 from air_hpc.recovery.cause import (
     Cause,
@@ -340,17 +340,23 @@ class Ending:
         continuation, restarts = self._spec.launch.continuation, self._context.restart_count
         if continuation == "resubmit":
             left_to_slurm = failure_class is FailureClass.REQUEUED
-            if not left_to_slurm and not requeued_already(word, restarts):
-                self._write_intent("resubmit")
-        elif continuation == "requeue" and not slurm_requeues_itself(failure_class, word, restarts):
-            self._write_intent("requeue")
+            wanted = not left_to_slurm and not requeued_already(word, restarts)
+        else:
+            wanted = continuation == "requeue"
+            wanted = wanted and not slurm_requeues_itself(failure_class, word, restarts)
+        if wanted and not self._write_intent(continuation):
+            # Agents that fail without a word are started again by the script itself.
+            return Outcome(EXIT_ENVIRONMENT, reason)
         return Outcome(EXIT_OK, reason)
 
-    def _write_intent(self, intent: str) -> None:
-        """The batch script reads it once srun has returned, and carries it out."""
+    def _write_intent(self, intent: str) -> bool:
+        """The batch script reads it once srun has returned, and carries it out.
+
+        False where the file system does not take it.
+        """
         context = self._context
         if context.job_id is None:
-            return
+            return True
         self._record(Kind.REQUEUE_INTENDED, intent=intent)
         path = self._run.intent_file(context.job_id, context.restart_count)
         try:
@@ -358,3 +364,5 @@ class Ending:
             write_atomic(path, "".join(f"{line}\n" for line in lines).encode())
         except OSError as error:
             self._say(f"the intent {intent} could not be written: {error}")
+            return False
+        return True

@@ -7,7 +7,7 @@ checkpoints are marked, and the list of checkpoints that count from now on is fi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,6 +70,11 @@ class Generation:
     def node_ended(self, node: str) -> bool:
         """Whether every worker of a node has ended."""
         return all(place.rank in self.ends for place in self.places if place.node == node)
+
+    def never_started(self, lost: Container[str]) -> int:
+        """How many workers have no end, though their node is not one of `lost`."""
+        there = (place.rank for place in self.places if place.node not in lost)
+        return sum(rank not in self.ends for rank in there)
 
 
 def fix_checkpoints(

@@ -65,6 +65,7 @@ class NodeAgent:
         on_coordinator_lost: Callable[[], None],
         preflight: Preflight | None = None,
         xids: XidWatch | None = None,
+        disowned: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._context = context
@@ -85,6 +86,7 @@ class NodeAgent:
         if preflight is not None:
             preflight.start()
         self._xids = xids
+        self._disowned = disowned
         self._clock = clock
         self._deadline = clock() + start_timeout_s
         self._next_hello = clock()
@@ -358,6 +360,9 @@ class NodeAgent:
             self._send_of_group("inspected", reports=[report.to_json() for report in reports])
 
     def _tick_hello(self, now: float) -> None:
+        if self._disowned():
+            self._leave(EXIT_ENVIRONMENT, "Slurm has lost this node")
+            return
         checked = self._preflight is None or self._preflight.poll() is not None
         if now >= self._next_hello and self._starter.ready and checked:
             filled = self._hello if self._preflight is None else self._preflight.fill(self._hello)
@@ -375,6 +380,8 @@ class NodeAgent:
         self._sent[self._sequence] = now
         if len(self._sent) > 1000:
             self._sent.pop(next(iter(self._sent)))
+        if self._disowned():  # said again until the answer is to leave
+            self._uplink.send({"type": "disowned"})
         progress = {} if self.group is None else self.group.progress()
         # What is about to be started needs no telling again.
         holds = self._pending or self.group

@@ -6,11 +6,15 @@ requeue; the others wait for their turn (`node`), and then find that Slurm has b
 
 A node that the coordinator gave up is no survivor: what runs goes on without it, and it must touch
 nothing. It finds its own name in the ledger, which the coordinator writes well within a lease.
+
+Slurm's controller may be out of reach for a while, and nobody would ask again: so it is insisted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from air_hpc.agent.environment import JobContext
 from air_hpc.agent.scheduler import Scheduler
@@ -20,6 +24,10 @@ from air_hpc.rundir.fence import newest_token
 from air_hpc.rundir.layout import RunDir
 from air_hpc.rundir.words import FailureClass, Verdict
 
+PAUSES_S = (0.0, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
+"""Before each try of a question to Slurm."""
+T = TypeVar("T")
+
 
 def end_as_survivor(
     context: JobContext,
@@ -28,6 +36,7 @@ def end_as_survivor(
     scheduler: Scheduler,
     *,
     say: Callable[[str], None],
+    pauses_s: Sequence[float] = PAUSES_S,
 ) -> None:
     """End the attempt for a coordinator that is gone, unless it or somebody else has done so."""
     token = newest_token(run)
@@ -38,7 +47,7 @@ def end_as_survivor(
     if not _is_under_way(mine, context):
         say("this node was given up, or the attempt has ended: nothing to ask for")
         return
-    word = scheduler.word()
+    word = _insist(scheduler.word, pauses_s)
     if word is None or not word.running or word.restarts != context.restart_count:
         return
     requeues = spec.launch.continuation in ("requeue", "resubmit")
@@ -55,7 +64,7 @@ def end_as_survivor(
             reason=f"told by {context.node}, the lowest survivor",
             evidence=evidence,
         )
-    accepted = scheduler.requeue() if requeues else scheduler.cancel()
+    accepted = _insist(scheduler.requeue if requeues else scheduler.cancel, pauses_s)
     what = "a requeue" if requeues else "the job's end"
     say(f"the coordinator is gone; asked for {what}: {'yes' if accepted else 'refused'}")
 
@@ -68,3 +77,12 @@ def _is_under_way(events: list[Event], context: JobContext) -> bool:
         if event.kind == Kind.NODE_LOST and event.facts.get("node") == context.node:
             return False
     return True
+
+
+def _insist(ask: Callable[[], T], pauses_s: Sequence[float]) -> T | None:
+    """The first answer that is one."""
+    for pause_s in pauses_s:
+        time.sleep(pause_s)
+        if answer := ask():
+            return answer
+    return None

@@ -36,6 +36,7 @@ class NodeWatch:
         self._detector = Detector(policy)
         self._prober = prober or Prober(policy.probe_timeout_s, clock=clock)
         self._where: dict[str, tuple[str, int]] = {}
+        self._told_unproven: set[str] = set()
 
     def fileno(self) -> int:
         """For the loop's poll."""
@@ -63,6 +64,12 @@ class NodeWatch:
     def forgive(self, seconds: float, now: float) -> None:
         """The coordinator itself stood still so long."""
         self._detector.forgive(seconds, now)
+
+    def newly_unproven(self) -> list[str]:
+        """Nodes whose port never answered while they beat, each told once."""
+        found = [node for node in self._detector.unproven if node not in self._told_unproven]
+        self._told_unproven.update(found)
+        return found
 
     def tick(self, now: float) -> list[Lost]:
         """Begin the probes that are due; the nodes that are lost now."""

@@ -269,6 +269,7 @@ class GenerationEnd:
 
     `silent` has the nodes that were lost, with the last step each was heard at. `signal_name` asked
     for a stop, whose agreed step is `target`; `committed` is the newest committed step.
+    `never_started` counts the workers that were killed before there was a process of them.
     """
 
     workers: tuple[WorkerEnd, ...]
@@ -276,11 +277,14 @@ class GenerationEnd:
     signal_name: str | None = None
     target: int | None = None
     committed: int | None = None
+    never_started: int = 0
 
     @property
     def completed(self) -> bool:
-        """Whether every worker did all its steps."""
-        return not self.silent and all(worker.finished for worker in self.workers)
+        """Whether every worker did all its steps. Where no worker was, nothing was done."""
+        if self.silent or self.never_started or not self.workers:
+            return False
+        return all(worker.finished for worker in self.workers)
 
     @property
     def step(self) -> int | None:
@@ -355,6 +359,8 @@ def classify_generation(
     failure = first_failure(end.workers, table, word)
     silent = ", ".join(f"{node} (at step {step})" for node, step in sorted(end.silent.items()))
     what = failure.evidence if failure else f"no word from {silent}"
+    if failure is None and not silent and end.never_started:
+        what = f"{end.never_started} workers were ended before they were started"
     if cause is not None:
         done = f"stopped at step {end.target}" if end.saved_its_target else f"not saved: {what}"
         if end.target == 0:
@@ -365,6 +371,8 @@ def classify_generation(
     if silent:
         lost = min(end.silent)
         return Classified(FailureClass.NODE_LOST, f"no word from {silent}", failure, lost)
+    if end.never_started:
+        return Classified(FailureClass.UNKNOWN, what)
     return Classified(FailureClass.UNKNOWN, "workers left without being asked to stop")
 
 

@@ -297,8 +297,9 @@ class RestartMachine:
         self._live = _Generation(nodes, stop, awaited=set(nodes))
         return [Start(self.generation, nodes)]
 
-    def withdraw(self, now: float) -> list[Action]:
-        """The generation that was to start was not: a node of it was rejected at the last moment.
+    def withdraw(self, now: float, delay_s: float = 0.0) -> list[Action]:
+        """The generation that was to start was not: a node of it was rejected at the last moment,
+        or what it needs cannot be had for now. It is started again after `delay_s`.
 
         Only right after its `Start`, before anything was told to a node.
         """
@@ -306,8 +307,10 @@ class RestartMachine:
             return []
         self._live = None
         self.generation -= 1
-        self.phase = Phase.PAUSING if self.generation else Phase.ARRIVING
-        self._resume_at = now
+        # The nodes of a first one have arrived: a start put off only waits for its moment.
+        waits = self.generation > 0 or delay_s > 0
+        self.phase = Phase.PAUSING if waits else Phase.ARRIVING
+        self._resume_at = now + delay_s
         return self.tick(now)
 
     # -- the live generation -----------------------------------------------------------------------

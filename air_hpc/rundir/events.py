@@ -151,10 +151,15 @@ class LedgerWriter:
     def append(self, kind: str, token: Token | None = None, **facts: Any) -> Event:
         """Write one event; raises OSError when the file system does not take it."""
         event = Event(self._clock(), str(kind), token, facts, self.writer)
+        self.write(event)
+        return event
+
+    def write(self, event: Event) -> None:
+        """Write an event that was made before; raises OSError like `append`. Events of one writer
+        are written in the order in which they happened."""
         self._end_torn_line()
         write_all(self._fd, event.to_json().encode() + b"\n")
         os.fsync(self._fd)
-        return event
 
     def close(self) -> None:
         """Close the file; a second call does nothing."""

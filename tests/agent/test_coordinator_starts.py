@@ -170,6 +170,19 @@ class TestCheckpoints:
         assert one.end[0] is FailureClass.NETWORK
         assert committed_steps(run) == [8]
 
+    def test_a_kill_in_the_load_blames_nothing(
+        self, run: RunDir, play: Callable[..., Play]
+    ) -> None:
+        """Once the only checkpoint was given up for it, and the run with it."""
+        commit_steps(run, 8)
+        one = play()
+        one.hello(*NODES)
+        one.ended("n2", 2, exit_status=-9, last_words=None, phase="load")
+        one.failed("n1", 0, 1, failure_class="network")
+        one.failed("n2", 3, failure_class="network")
+        assert one.end[:2] == (FailureClass.UNKNOWN, Verdict.REQUEUE)
+        assert committed_steps(run) == [8]
+
     def test_one_that_a_worker_finds_bad_is_marked(
         self, run: RunDir, play: Callable[..., Play]
     ) -> None:

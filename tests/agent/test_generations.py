@@ -56,6 +56,19 @@ def test_after_a_failure_the_next_generation_starts_on_the_same_nodes(one: Play)
     assert one.scheduler.asked == 0, "what an attempt survives is no business of Slurm's"
 
 
+def test_a_generation_ended_before_its_workers_started_is_not_the_end_of_the_run(
+    one: Play,
+) -> None:
+    """No end of any worker was once taken for all ends being good, and the run for finished."""
+    one.signal("SIGTERM")
+    one.wait(21)
+    assert sorted(set(one.socket.to("kill"))) == list(NODES)
+    for node in NODES:
+        one.tell(node, "none_here")
+    assert one.end[:2] == (FailureClass.CANCELLED, Verdict.STOP)
+    assert fold(one.events).state is RunState.CANCELLED
+
+
 def test_the_third_failure_without_progress_stops_the_run_inside_the_attempt(one: Play) -> None:
     one.failed_all("network")
     one.failed_all("network")
@@ -82,6 +95,19 @@ def test_a_lost_node_leaves_too_few_and_the_job_is_requeued(one: Play) -> None:
     one.failed("n1", 0, 1, failure_class="network")
     assert one.end[:2] == (FailureClass.NODE_LOST, Verdict.REQUEUE)
     assert one.event(Kind.NODE_LOST).facts["node"] == "n2"
+
+
+@pytest.mark.parametrize("node", ["n1", "n2"])
+def test_a_node_that_slurm_lost_trains_no_further_though_it_works(one: Play, node: str) -> None:
+    """Under --no-kill the run went on there, on devices that Slurm could give to another job."""
+    one.tell(node, "disowned")
+    assert sorted(one.socket.to("kill")) == sorted(set(NODES) - ({node} - {"n1"}))
+    for other, ranks in (("n1", (0, 1)), ("n2", (2, 3))):
+        one.failed(other, *ranks)
+    failure_class, verdict, _ = one.end
+    assert (failure_class, verdict) == (FailureClass.NODE_LOST, Verdict.REQUEUE)
+    assert one.event(Kind.NODE_LOST).facts["node"] == node
+    assert one.intent() == "requeue"
 
 
 def test_a_lost_node_that_is_heard_again_is_told_to_leave(one: Play) -> None:
@@ -213,6 +239,22 @@ def test_a_slow_rank_stands_in_the_ledger_with_its_node(one: Play) -> None:
     assert (slow["rank"], slow["node"], slow["device"]) == (3, "n2", "cpu")
     assert slow["ratio"] == pytest.approx(2.0, abs=0.1)
     assert [each.rank for each in fold(one.events).stragglers] == [3]
+
+
+def test_a_slow_rank_is_evidence_against_its_node_where_the_config_wants_it(
+    tmp_path: Path, play: Callable[..., Play]
+) -> None:
+    one = play(run=build_run(tmp_path / "runs", *BASE, "recovery.straggler.exclude=true"))
+    one.hello(*NODES)
+    for second in range(1, 140):
+        total = second * 10**9
+        one.beat("n1", compute={"0": [total, second * 10], "1": [total, second * 10]})
+        one.beat("n2", compute={"2": [total, second * 10], "3": [2 * total, second * 10]})
+        one.wait(1)
+    (standing,) = active(read_exclusions(one.run.runs_dir).entries, one.now + 1e9)
+    assert standing.node == "n2"
+    assert "straggler" in standing.reason
+    assert one.socket.of("kill") == []
 
 
 THREE = (*NODES, "n3")

@@ -45,6 +45,7 @@ class Node:
         self.said: list[str] = []
         self.lost = 0
         self.starter = SlowStarter()
+        self.disowned = False
         context = JobContext("slurm", "n2", 1, ("n1", "n2"), "7", None, None, 0, None)
         self.agent = NodeAgent(
             context,
@@ -58,6 +59,7 @@ class Node:
             start_timeout_s=60,
             say=self.said.append,
             on_coordinator_lost=self._lost,
+            disowned=lambda: self.disowned,
             clock=lambda: self.now,
         )
 
@@ -232,3 +234,22 @@ def test_leave_ends_with_the_coordinators_exit_code(node: Node) -> None:
     assert node.agent.exit_code == 93
     assert node.said == ["the run is over"]
     assert node.of("bye")
+
+
+def test_a_node_whose_slurmstepd_died_says_so_until_it_is_told_to_leave(node: Node) -> None:
+    """Slurm could hand its devices to another job while it still trained on them."""
+    node.agent.on_message({"type": "welcome"})
+    node.wait(2)
+    assert node.of("disowned") == []
+    node.disowned = True
+    node.wait(2)
+    assert len(node.of("disowned")) > 1
+    node.agent.on_message({"type": "leave", "exit_code": EXIT_ENVIRONMENT, "reason": "lost"})
+    assert node.agent.exit_code == EXIT_ENVIRONMENT
+
+
+def test_a_node_that_slurm_lost_takes_no_part(node: Node) -> None:
+    node.disowned = True
+    node.wait(1)
+    assert node.sent == []
+    assert node.agent.exit_code == EXIT_ENVIRONMENT

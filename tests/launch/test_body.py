@@ -16,7 +16,13 @@ SRUN = """#!/bin/bash
 while [[ $1 == --* ]]; do shift; done
 "$@"
 """
+ORPHANING = """#!/bin/bash
+read -r _ _ _ above _ < /proc/$PPID/stat
+kill -KILL "$above"
+"""
+"""What starts the script dies, as a slurmstepd does on a node that Slurm loses."""
 SITE = """
+if [[ $0 == */script.sh ]]; then trap 'echo $? > "${0%/*}/status"' EXIT; fi
 module() { [[ $2 != missing ]] && export LOADED="${LOADED:-}$2;"; }
 conda() {
   if [[ $1 == shell.bash ]]; then echo "true"; return; fi
@@ -45,15 +51,21 @@ class Site:
         behaviour: str = "finish",
         environ: dict[str, str] | None = None,
         continuation: str = "requeue",
+        orphaned: bool = False,
         **cluster: Any,
     ) -> subprocess.CompletedProcess[str]:
+        """Run the script; `orphaned`: what started it is gone before it ends."""
         chosen = fake_cluster(behaviour, **cluster)
         made = spec(self.run_dir.parent, cluster=chosen, continuation=continuation)
         path = self.folder / "script.sh"
         place = script.ScriptPlace(path=path, title="a run", run_dir=self.run_dir)
         path.write_text(script.body(made, task(made).plan, place))
-        return subprocess.run(
-            ["bash", str(path)],
+        words = ["bash", str(path)]
+        if orphaned:
+            self.program("srun", ORPHANING + SRUN.partition("\n")[2])
+            words = ["bash", "-c", 'bash "$0"; :', str(path)]
+        done = subprocess.run(
+            words,
             env={
                 "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}",
                 "BASH_ENV": str(self.folder / "site.sh"),
@@ -65,15 +77,18 @@ class Site:
             timeout=60,
             check=False,
         )
+        if orphaned:
+            done.returncode = int((self.folder / "status").read_text())
+        return done
 
-    def scontrol(self, *refused: str, state: str = "RUNNING") -> Path:
+    def scontrol(self, *refused: str, state: str = "RUNNING", restarts: int = 0) -> Path:
         """A stand-in that writes its calls down, refuses the first of `refused`, and knows the job
-        by `state`."""
+        by `state` and `restarts`."""
         calls = self.folder / "scontrol.calls"
         lines = [
             "#!/bin/bash",
             f'echo "$@" >> {calls}',
-            f'[[ $1 == -o ]] && {{ echo "JobId=7 JobState={state} Restarts=0"; exit 0; }}',
+            f'[[ $1 == -o ]] && {{ echo "JobId=7 JobState={state} Restarts={restarts}"; exit 0; }}',
             *(f'[[ "$*" == "{words}" && ! -e {calls}.{n} ]] && {{ touch {calls}.{n}; exit 1; }}'
               for n, words in enumerate(refused)),
             "exit 0",
@@ -151,10 +166,43 @@ def test_the_status_of_the_script(site: Site, behaviour: str, status: int) -> No
 
 def test_a_requeue_is_insisted_on_while_the_controller_refuses(site: Site) -> None:
     count = site.folder / "count"
-    site.program("scontrol", f'#!/bin/bash\necho "$@" >> {count}\n(( $(wc -l < {count}) > 2 ))\n')
+    site.program("scontrol", f'#!/bin/bash\necho "$@" >> {count}\n(( $(wc -l < {count}) > 3 ))\n')
     done = site.run("requeue", {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "0"})
     assert done.returncode == 0
-    assert count.read_text() == "requeue 5_0\n" * 3
+    # Nothing is asked for before Slurm has said that this start is still the job's.
+    asked, refused = "-o show job 5_0", "requeue 5_0"
+    assert count.read_text().splitlines() == [asked, asked, asked, asked, refused]
+
+
+def test_a_script_that_outlived_its_start_does_not_requeue_the_next_one(site: Site) -> None:
+    """Slurm lost its node, and had started the job elsewhere: the script brought that down."""
+    calls = site.scontrol(restarts=3)
+    for behaviour, status in (("requeue", 0), ("killed", 137)):
+        done = site.run(behaviour, {"SLURM_RESTART_COUNT": "2"})
+        assert done.returncode == status
+    assert set(calls.read_text().splitlines()) == {"-o show job 7"}
+
+
+@pytest.mark.parametrize(("behaviour", "status"), [("done", 0), ("stop", 93), ("fail", 5)])
+@pytest.mark.parametrize(("restarts", "ended"), [(0, ["7"]), (1, [])])
+def test_a_script_without_a_slurmstepd_ends_its_job_by_name(
+    site: Site, behaviour: str, status: int, restarts: int, ended: list[str]
+) -> None:
+    """Under --no-kill the job of a lost batch host stayed RUNNING after its end."""
+    site.scontrol(restarts=restarts)
+    count = site.folder / "count"
+    site.program("scancel", f'#!/bin/bash\necho "$@" >> {count}\n')
+    done = site.run(behaviour, {"ENVIRONMENT": "BATCH"}, orphaned=True)
+    assert done.returncode == status, done.stderr
+    assert (count.read_text().splitlines() if count.exists() else []) == ended
+
+
+def test_a_script_in_an_allocation_of_the_users_leaves_it_to_them(site: Site) -> None:
+    site.scontrol()
+    count = site.folder / "count"
+    site.program("scancel", f'#!/bin/bash\necho "$@" >> {count}\n')
+    assert site.run("done", orphaned=True).returncode == 0
+    assert not count.exists()
 
 
 def test_a_resubmission_that_was_taken_is_not_repeated(site: Site) -> None:
@@ -209,17 +257,17 @@ def test_a_requeued_job_is_told_what_to_avoid_once_it_is_pending(
     environ = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "0"}
     done = site.run(f"requeue|exclude={exclude}", environ)
     assert done.returncode == 0, done.stderr
-    assert calls.read_text().splitlines() == ["requeue 5_0", update, update]
+    assert calls.read_text().splitlines() == ["-o show job 5_0", "requeue 5_0", update, update]
 
 
 def test_a_requeue_without_a_list_leaves_the_jobs_own(site: Site) -> None:
     calls = site.scontrol()
     assert site.run("requeue").returncode == 0
-    assert calls.read_text() == "requeue 7\n"
+    assert calls.read_text().splitlines() == ["-o show job 7", "requeue 7"]
 
 
 def test_a_list_that_slurm_never_takes_is_said_and_fails_nothing(site: Site) -> None:
-    site.program("scontrol", "#!/bin/bash\n[[ $1 == requeue ]] && exit\necho no such node; exit 1")
+    site.program("scontrol", "#!/bin/bash\n[[ $1 == update ]] || exit 0\necho no such node; exit 1")
     site.program("sleep", "#!/bin/bash\nexec /bin/sleep 0.1\n")
     done = site.run("requeue|exclude=n3")
     assert done.returncode == 0
@@ -231,7 +279,7 @@ def test_a_list_that_names_no_nodes_is_not_given_to_slurm(site: Site, line: str)
     calls = site.scontrol()
     done = site.run(f"requeue|exclude={line}")
     assert done.returncode == 0
-    assert calls.read_text() == "requeue 7\n"
+    assert calls.read_text().splitlines() == ["-o show job 7", "requeue 7"]
     assert "not a list of nodes" in done.stderr
 
 
@@ -255,7 +303,7 @@ def test_a_run_whose_agents_were_killed_is_started_again(site: Site) -> None:
     """It once ended FAILED, and nobody started it again."""
     calls = site.scontrol()
     assert site.run("killed").returncode == 0
-    assert calls.read_text().splitlines() == ["-o show job 7", "requeue 7"]
+    assert calls.read_text().splitlines() == ["-o show job 7", "-o show job 7", "requeue 7"]
 
 
 def test_a_run_whose_agents_were_killed_is_submitted_again(site: Site) -> None:

@@ -240,3 +240,14 @@ def test_the_order_in_which_ends_are_listed_says_nothing(facts: list[Any], order
     shuffled = list(ends)
     order.shuffle(shuffled)
     assert first_failure(ends) == first_failure(shuffled)
+
+
+def test_workers_that_never_started_completed_nothing() -> None:
+    """A generation that was killed before it began once counted as finished, and the run too."""
+    ended = GenerationEnd((), {}, never_started=4)
+    assert not ended.completed
+    found = classify_generation(ended, None)
+    assert found.failure_class is FailureClass.UNKNOWN
+    assert "4 workers were ended before they were started" in found.evidence
+    preempted = Cause(FailureClass.PREEMPTED, "SIGTERM")
+    assert classify_generation(ended, preempted).failure_class is FailureClass.PREEMPTED

@@ -111,6 +111,10 @@ EXAMPLES: dict[str, list[Evidence]] = {
         error("OSError", "[Errno 122] Disk quota exceeded: 'x'", errno="EDQUOT"),
     ],
     "storage": [error("OSError", "[Errno 116] Stale file handle", errno="ESTALE")],
+    "storage_denied": [
+        error("PermissionError", "[Errno 13] Permission denied: 'x'", "OSError", errno="EACCES"),
+        error("PermissionError", "[Errno 1] Operation not permitted", "OSError", errno="EPERM"),
+    ],
     "storage_text": [
         runtime("PytorchStreamWriter failed writing file data/3: No space left on device")
     ],

@@ -4,6 +4,7 @@ end that leaves nothing, also when it is interrupted."""
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import shutil
 import sys
@@ -37,6 +38,8 @@ class Options:
     mlflow_server: bool
     patience_s: float
     keep: Path | None
+    references: Path | None
+    """Where undisturbed losses are kept for the next campaign of the same code."""
 
 
 def execute(plans: Sequence[RunPlan], options: Options) -> list[Outcome]:
@@ -50,10 +53,7 @@ def execute(plans: Sequence[RunPlan], options: Options) -> list[Outcome]:
         server = stack.enter_context(MlflowServer(folder)) if options.mlflow_server else None
         cluster = stack.enter_context(DevCluster())
         cluster.up(nodes=options.nodes, devices_per_node=2)
-        references = {
-            policy: _reference(policy, options.steps, folder)
-            for policy in sorted({plan.policy for plan in plans})
-        }
+        references = _references(plans, options, folder)
         if server is not None:
             server.wait()
         around = Surroundings(
@@ -95,16 +95,35 @@ def _all(plans: Sequence[RunPlan], around: Surroundings, at_once: int) -> list[O
     return [outcome for future in futures if (outcome := future.result()) is not None]
 
 
-def _reference(policy: str, steps: int, folder: Path) -> dict[int, float]:
+def _references(
+    plans: Sequence[RunPlan], options: Options, folder: Path
+) -> dict[str, dict[int, float]]:
+    """The undisturbed losses for each policy; computed once where two train the same."""
+    found: dict[tuple[str, ...], dict[int, float]] = {}
+    by_policy = {}
+    for policy in sorted({plan.policy for plan in plans}):
+        words = model_words(policy, options.steps)
+        if words not in found:
+            found[words] = _reference(words, options.references or folder, folder)
+        by_policy[policy] = found[words]
+    return by_policy
+
+
+def _reference(words: tuple[str, ...], kept: Path, folder: Path) -> dict[int, float]:
     """The losses of a run of four workers that nobody disturbs, on this machine."""
-    runs_dir = folder / f"reference-{policy}"
-    air_hpc(
-        *model_words(policy, steps), f"runs_dir={runs_dir}", "launch.devices_per_node=4",
-        "tracking.uri=null", f"data.cache_dir={folder}/data",
-        timeout_s=600,
-    )  # fmt: skip
-    (run,) = list_runs(runs_dir)
-    return losses(run)
+    name = hashlib.sha256(" ".join(words).encode()).hexdigest()[:12]
+    path = kept / f"reference-{name}.json"
+    if not path.exists():
+        runs_dir = folder / f"reference-{name}"
+        air_hpc(
+            *words, f"runs_dir={runs_dir}", "launch.devices_per_node=4",
+            "tracking.uri=null", f"data.cache_dir={folder}/data",
+            timeout_s=900,
+        )  # fmt: skip
+        (run,) = list_runs(runs_dir)
+        kept.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(losses(run)))
+    return {int(step): loss for step, loss in json.loads(path.read_text()).items()}
 
 
 _SYNC = threading.Lock()

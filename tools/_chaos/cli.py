@@ -46,6 +46,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--report", type=Path, metavar="FILE", help="markdown (default: stdout)")
     parser.add_argument("--keep", type=Path, metavar="FOLDER",
                         help="copy the ledgers and logs of runs with violations there")  # fmt: skip
+    parser.add_argument("--references", type=Path, metavar="FOLDER",
+                        help="keep the losses of undisturbed runs there, and take those that are "
+                        "there: for several campaigns of the same code")  # fmt: skip
     parser.add_argument("--plan", action="store_true", help="print the plan and run nothing")
     options = parser.parse_args(arguments)
     names = [kind.name.lower() for kind in Kind]
@@ -89,6 +92,7 @@ def main(arguments: list[str]) -> int:
                 mlflow_server=options.mlflow == "server",
                 patience_s=options.patience,
                 keep=options.keep,
+                references=options.references,
             ),
         )
     except KeyboardInterrupt:

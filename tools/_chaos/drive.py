@@ -31,6 +31,11 @@ MOMENT_S = 60.0
 LEFTOVER_S = 75.0
 """How long an isolated node's processes may take to notice that they are alone."""
 STEADY_S = 3.0
+HANG_FLOORS_S = {
+    "start": 60, "init": 45, "compile": 45, "preflight": 30, "first_step": 30,
+    "step": 20, "save": 20, "load": 20, "data": 20, "eval": 20, "finish": 30,
+}  # fmt: skip
+"""A stopped worker may be in any phase; starting takes seconds where two cores hold three runs."""
 DISK_KIB = 96 * 1024
 T = TypeVar("T")
 
@@ -99,7 +104,6 @@ def run_words(plan: RunPlan, around: Surroundings, runs_dir: Path, clocks: Path)
         "spare": ["recovery.spare_nodes=1"],
         "elastic": ["recovery.min_nodes=1"],
     }.get(plan.policy, [])
-    floors = ("step", "save", "load", "data", "finish", "preflight", "eval")
     return [
         *model_words(plan.policy, around.steps),
         "cluster=slurm", "launch.nodes=2", "launch.devices_per_node=2", "launch.partition=low",
@@ -112,8 +116,7 @@ def run_words(plan: RunPlan, around: Surroundings, runs_dir: Path, clocks: Path)
         "recovery.exclusion.enabled=false", "recovery.stop_timeout_s=30",
         "recovery.preflight.min_disk_bytes=0", "recovery.preflight.max_clock_skew_s=null",
         "recovery.heartbeat_timeout_s=10", "recovery.lease_s=20", "train.collective_timeout_s=60",
-        *[f"recovery.hang.{phase}_s=30" for phase in floors],
-        "recovery.hang.start_s=90", "recovery.hang.init_s=90",
+        *[f"recovery.hang.{phase}_s={floor_s}" for phase, floor_s in HANG_FLOORS_S.items()],
     ]  # fmt: skip
 
 
