@@ -599,7 +599,10 @@ class Coordinator:
         if failed:
             self._nodes.suspect_all(now)
         all_ended = live.node_ended(node)
-        self._do(self._machine.ended(node, now, failed=failed, all_ended=all_ended))
+        is_cause = any(end.is_cause for end in ends) and not self._machine.killed
+        self._do(
+            self._machine.ended(node, now, failed=failed, all_ended=all_ended, is_cause=is_cause)
+        )
 
     # -- nodes -------------------------------------------------------------------------------------
 

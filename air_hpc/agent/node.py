@@ -291,7 +291,7 @@ class NodeAgent:
 
     def fds(self) -> list[int]:
         """What the loop waits on for this node's workers."""
-        return [] if self.group is None else self.group.fds()
+        return [] if self.group is None else [*self.group.fds(), *self._starter.fds()]
 
     def close(self) -> None:
         """Kill what is left of the workers and release everything."""

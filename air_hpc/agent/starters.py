@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -33,9 +34,10 @@ class WorkerStart:
 
 
 class Started(Protocol):
-    """A started worker."""
+    """A started worker. `fd` is ready once it has ended; negative where the starter's own tell."""
 
     pid: int
+    fd: int
 
     def poll(self) -> int | None:
         """The exit status (negative: killed by that signal), or None while it runs."""
@@ -43,6 +45,10 @@ class Started(Protocol):
 
     def kill(self) -> None:
         """SIGKILL to the worker and its children."""
+        ...
+
+    def close(self) -> None:
+        """Release `fd`."""
         ...
 
 
@@ -62,6 +68,10 @@ class Starter(Protocol):
         """Start one; raises OSError."""
         ...
 
+    def fds(self) -> list[int]:
+        """What is ready when there is news of a worker: a loop that waits on them need not tick."""
+        ...
+
     def close(self) -> None:
         """Release what the starter holds. Workers end with the agent anyway."""
         ...
@@ -71,12 +81,20 @@ class _Executed:
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
         self.pid = process.pid
+        self.fd = -1
+        with contextlib.suppress(OSError):  # Linux before 5.3
+            self.fd = os.pidfd_open(process.pid)
 
     def poll(self) -> int | None:
         return self._process.poll()
 
     def kill(self) -> None:
         kill_group(self.pid)
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
 
 
 class ExecStarter:
@@ -90,6 +108,10 @@ class ExecStarter:
     def start(self, start: WorkerStart) -> Started:
         """Start one; raises OSError when the command cannot be run."""
         return _Executed(spawn_helper(start))
+
+    def fds(self) -> list[int]:
+        """None: each worker has its own."""
+        return []
 
     def close(self) -> None:
         """Nothing to release."""
@@ -129,6 +151,7 @@ class ForkStarter:
     def _begin_template(self) -> None:
         self._templates += 1
         self._ready = False
+        self._silent = False
         self._exits: dict[int, int] = {}
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._channel = ours
@@ -162,29 +185,37 @@ class ForkStarter:
         fds = [*start.inherited_fds, start.output_fd]
         payload = json.dumps(request).encode()
         self._channel.settimeout(self.REPLY_TIMEOUT_S)
-        socket.send_fds(self._channel, [len(payload).to_bytes(4, "big")], fds)
-        for offset in range(0, len(payload), FORK_CHUNK_BYTES):
-            self._channel.send(payload[offset : offset + FORK_CHUNK_BYTES])
-        while True:
-            try:
-                reply = self._receive()
-            except TimeoutError:
-                kill_group(self._template.pid)  # stopped, or stuck: the next start takes a new one
-                text = f"the template process did not answer in {self.REPLY_TIMEOUT_S:g} s"
-                raise OSError(errno.EAGAIN, text) from None
-            if reply is None:
-                # One that never got ready cannot import: the next would not either.
-                code = errno.EAGAIN if self._ready else errno.ENOEXEC
-                raise OSError(code, "the template process ended")
-            if "error" in reply:
-                raise OSError(str(reply["error"]))
-            if "pid" in reply:
-                return _Forked(self, int(reply["pid"]))
+        try:
+            socket.send_fds(self._channel, [len(payload).to_bytes(4, "big")], fds)
+            for offset in range(0, len(payload), FORK_CHUNK_BYTES):
+                self._channel.send(payload[offset : offset + FORK_CHUNK_BYTES])
+            while (reply := self._receive()) is not None:
+                if "error" in reply:
+                    raise OSError(str(reply["error"]))
+                if "pid" in reply:
+                    return _Forked(self, int(reply["pid"]))
+        except TimeoutError:
+            kill_group(self._template.pid)  # stopped, or stuck: the next start takes a new one
+            text = f"the template process did not answer in {self.REPLY_TIMEOUT_S:g} s"
+            raise OSError(errno.EAGAIN, text) from None
+        except ConnectionError:
+            pass
+        raise self._template_ended()
+
+    def _template_ended(self) -> OSError:
+        """What a start says of a template that is gone. One that was killed may do better the next
+        time; one that ended by itself before it got ready cannot import, nor could another."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._template.wait(self.REPLY_TIMEOUT_S)
+        killed = (self._template.poll() or 0) < 0
+        code = errno.EAGAIN if self._ready or killed else errno.ENOEXEC
+        return OSError(code, "the template process ended")
 
     def _receive(self) -> dict[str, int | str] | None:
         """The next word of the template; exits are noted on the way."""
         data = self._channel.recv(FORK_CHUNK_BYTES)
         if not data:
+            self._silent = True
             return None
         reply: dict[str, int | str] = json.loads(data)
         if "ready" in reply:
@@ -207,6 +238,10 @@ class ForkStarter:
             while self._receive() is not None:
                 pass
 
+    def fds(self) -> list[int]:
+        """The template's channel, which tells of ended workers, until the template is gone."""
+        return [] if self._silent or self._channel.fileno() < 0 else [self._channel.fileno()]
+
     def close(self) -> None:
         """End the template, and with it what is left of the workers."""
         self._channel.close()
@@ -215,6 +250,8 @@ class ForkStarter:
 
 
 class _Forked:
+    fd = -1
+
     def __init__(self, starter: ForkStarter, pid: int) -> None:
         self._starter = starter
         self.pid = pid
@@ -224,6 +261,9 @@ class _Forked:
 
     def kill(self) -> None:
         kill_group(self.pid)
+
+    def close(self) -> None:
+        pass
 
 
 def make_starter(name: str, argv: Sequence[str], environ: Mapping[str, str]) -> Starter:

@@ -170,6 +170,17 @@ class TestEnds:
         assert failure_class is FailureClass.NETWORK
         assert "rank 3 on n2" in evidence
 
+    def test_the_others_of_a_worker_that_was_killed_from_outside_are_killed_at_once(
+        self, running: Play
+    ) -> None:
+        running.ended("n2", 3, exit_status=-9, last_words=None)
+        assert set(running.socket.to("kill")) == set(NODES)
+
+    def test_the_others_of_a_worker_that_aborted_are_awaited(self, running: Play) -> None:
+        """A library aborts where another rank was lost: that one is still to be heard of."""
+        running.ended("n2", 3, exit_status=-6, last_words=None)
+        assert running.socket.of("kill") == []
+
     def test_a_worker_that_does_not_leave_with_the_others_is_killed(self, running: Play) -> None:
         """One that hung in its teardown once held all nodes until the time limit."""
         running.ended("n1", 0, 1)

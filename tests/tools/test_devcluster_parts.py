@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -126,6 +127,26 @@ class TestProcesses:
         parent.stdout.close()
         assert not alive
         assert not [p for p in process_table().values() if mine(p) and p.alive()]
+
+    def test_a_child_dies_before_its_parent(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Else the kernel would wake the stopped child with a SIGHUP, which srun obeys."""
+        script = "import subprocess, sys; subprocess.run(['sleep', '100'])"
+        parent = subprocess.Popen([sys.executable, "-c", script])
+        killed: list[int] = []
+        send = Process.send
+
+        def note(process: Process, number: signal.Signals) -> None:
+            if number == signal.SIGKILL:
+                killed.append(process.pid)
+            send(process, number)
+
+        monkeypatch.setattr(Process, "send", note)
+        while not (children := [p for p in process_table().values() if p.parent == parent.pid]):
+            time.sleep(0.01)
+        pids = [parent.pid, children[0].pid]
+        kill_all(lambda table: [table[pid] for pid in pids if pid in table])
+        parent.wait()
+        assert killed == [pids[1], pids[0]]
 
     def test_a_name_with_spaces_and_brackets_is_read(self, tmp_path: Path) -> None:
         program = tmp_path / "a) S 1 (b"

@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import json
 import shutil
+import signal
 import sys
 import tempfile
 import threading
@@ -19,6 +20,7 @@ from pathlib import Path
 from _chaos.drive import Drive, Outcome, Surroundings, model_words
 from _chaos.mlflow import MlflowServer, Proxy
 from _chaos.plan import RunPlan
+from _chaos.processes import left_of
 from air_hpc.rundir.layout import RunDir, list_runs
 from tests.acceptance.runs import air_hpc, losses
 from tests.slurm_cluster import DevCluster
@@ -156,7 +158,10 @@ def _sync(run: RunDir, folder: Path, proxy: Proxy | None) -> list[str]:
 
 
 def _remove(folder: Path, keep: Path | None, outcomes: list[Outcome]) -> None:
-    """Remove the campaign's folder; what tells of violations goes to `keep` first."""
+    """Remove the campaign's folder and whoever still works in it (an interrupted reference); what
+    tells of violations goes to `keep` first."""
+    for process in left_of(folder):
+        process.send(signal.SIGKILL)
     for outcome in outcomes:
         kept = folder / f"run-{outcome.plan.number}" / "kept"
         if keep is not None and kept.is_dir():

@@ -313,7 +313,7 @@ class Drive:
         reference = self.around.references[self.plan.policy]
         if not problems:
             problems += check.loss_problems(losses(run), reference, check.exact_until(events))
-            problems += self.around.sync(run, self.folder, proxy)
+            problems += self.around.sync(run, self.around.folder, proxy)
         problems += check.time_problems(events, status, None if clocks else self.outcome.wall_s)
         problems += [] if clocks else check.fence_problems(events)
         problems += self._leftovers(run)

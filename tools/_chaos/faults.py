@@ -28,6 +28,7 @@ from air_hpc.agent.channel import candidate_ports
 from air_hpc.probes.ports import spread, usable_ports
 from air_hpc.rundir.commit import Checkpoint, find_candidates
 from air_hpc.rundir.layout import RunDir
+from air_hpc.slurm.hostlist import expand
 from tests.acceptance.runs import events_of, job_of
 from tests.slurm_cluster import DevCluster
 
@@ -175,8 +176,12 @@ def _running(target: Target) -> bool:
 
 
 def _preempt(fault: Fault, target: Target, found: RunProcesses) -> str | None:
-    nodes = sorted(found.agents)
-    if not nodes or not _running(target):
+    if not _running(target):
+        return None
+    # An isolated node may train on, but is no longer the job's: nobody is preempted there.
+    held = expand(target.cluster.job(_job(target)).get("NodeList", ""))
+    nodes = sorted(found.agents.keys() & set(held))
+    if not nodes:
         return None
     node = _pick(fault.place, nodes)
     # One node is enough: the whole job goes.

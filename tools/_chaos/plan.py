@@ -58,7 +58,7 @@ ENDS_GENERATION = frozenset(
 while, and a pause may be too short to be noticed."""
 
 POLICIES = ("same", "spare", "elastic", "requeue")
-BATCHES = (3, 5)
+BATCHES = (5, 8)
 MAX_TOGETHER = 3
 
 

@@ -57,10 +57,10 @@ def run_processes(run_dir: Path, table: Table | None = None) -> RunProcesses:
     return found
 
 
-def left_of(run_dir: Path) -> set[Process]:
-    """Every process that names the run in its command or environment, with its children."""
+def left_of(folder: Path) -> set[Process]:
+    """Every process that names this folder in its command or environment, with its children."""
     table = process_table()
-    word = str(run_dir)
+    word = str(folder)
     roots = [
         process
         for process in table.values()

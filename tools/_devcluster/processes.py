@@ -154,7 +154,9 @@ def kill_all(
         quiet_rounds = quiet_rounds + 1 if len(known) == count and still else 0
         if time.monotonic() > deadline:
             break
-    for process in known.values():
+    # Children before their parents: a stopped process whose parent dies first is sent SIGHUP and
+    # SIGCONT by the kernel, and an srun would use the moment to kill its tasks on other nodes.
+    for process in sorted(known.values(), key=lambda p: (p.start, p.pid), reverse=True):
         process.send(signal.SIGKILL)
     while alive := {process for process in known.values() if process.alive()}:
         if time.monotonic() > deadline:
