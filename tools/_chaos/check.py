@@ -20,6 +20,8 @@ from air_hpc.rundir.state import RunStatus
 from air_hpc.rundir.words import RunState
 
 ELASTIC_TOLERANCE = 0.02
+LOST = ("ended ", "waited ", "losses: ", "interrupted ")
+"""How the violations of a run begin that did not finish, or not with the right numbers."""
 LISTENING = "0A"
 """TCP_LISTEN in /proc/net/tcp, proc_net(5)."""
 
@@ -48,15 +50,17 @@ def loss_problems(
     """Every step once, each loss the undisturbed run's."""
     problems = []
     if missing := sorted(reference.keys() - found.keys()):
-        problems.append(f"{len(missing)} steps have no sample that counts, {missing[0]} first")
+        problems.append(
+            f"losses: {len(missing)} steps have no sample that counts, {missing[0]} first"
+        )
     if extra := sorted(found.keys() - reference.keys()):
-        problems.append(f"{len(extra)} steps too many, {extra[0]} first")
+        problems.append(f"losses: {len(extra)} steps too many, {extra[0]} first")
     for step in sorted(found.keys() & reference.keys()):
         exact = exact_to is None or step <= exact_to
         limit = 0.0 if exact else ELASTIC_TOLERANCE * abs(reference[step])
         if not abs(found[step] - reference[step]) <= limit:
             problems.append(
-                f"the loss of step {step} is {found[step]!r}, undisturbed {reference[step]!r}"
+                f"losses: step {step} has {found[step]!r}, undisturbed {reference[step]!r}"
             )
             break
     return problems
