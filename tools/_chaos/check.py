@@ -67,19 +67,23 @@ def loss_problems(
 
 
 def time_problems(
-    events: Sequence[Event], status: RunStatus, wall_s: float | None, slack_s: float = 15.0
+    events: Sequence[Event],
+    status: RunStatus,
+    seen_s: tuple[float, float] | None,
+    slack_s: float = 15.0,
 ) -> list[str]:
     """The categories of the ledger sum to the time from its first event to the run's end, and,
-    where `wall_s` was seen from outside (no clock was stepped), that is about the truth."""
+    where no clock was stepped, that is about what was seen from outside: `seen_s` are the seconds
+    from the end of the submission, and from its beginning."""
     if not events or status.ended is None:
         return []
     spent, told = status.time.wall_s, max(0.0, status.ended - events[0].time)
     problems = []
     # A clock that stepped back stands still in the fold, so the sum may exceed the difference.
-    if spent < told - 1e-3 or (wall_s is not None and abs(spent - told) > 1e-3):
+    if spent < told - 1e-3 or (seen_s is not None and abs(spent - told) > 1e-3):
         problems.append(f"the ledger's times sum to {spent:.3f} s, its events span {told:.3f} s")
-    if wall_s is not None and abs(spent - wall_s) > slack_s:
-        problems.append(f"the ledger's times sum to {spent:.1f} s, the run took {wall_s:.1f} s")
+    if seen_s is not None and not seen_s[0] - slack_s <= spent <= seen_s[1] + slack_s:
+        problems.append(f"the ledger's times sum to {spent:.1f} s, the run took {seen_s[1]:.1f} s")
     for name in ("queued_s", "starting_s", "training_s", "lost_s", "stopping_s"):
         if getattr(status.time, name) < 0:
             problems.append(f"{name} is negative")
