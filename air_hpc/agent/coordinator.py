@@ -475,9 +475,8 @@ class Coordinator:
         elif kind == "start_failed":
             self._machine.condemn("workers could not be started", now)
             self._tell("kill")
-            transient = message.get("transient", False)
             self._end_attempt(
-                FailureClass.HOST_MEMORY if transient else FailureClass.ENVIRONMENT,
+                FailureClass(message["failure_class"]),
                 f"{node} could not start workers: {message['reason']}",
             )
 
@@ -504,18 +503,24 @@ class Coordinator:
         if node not in self._members:
             self._members[node] = Member.from_hello(node, message, now)
             self._nodes.watch(self._members[node], now)
-            checks = self._fitness.told(node, message, self._wall_clock())
+            checks = self._fitness.told(node, message)
             if checks:
                 seconds = message["facts"].get("preflight_s")
                 self._record(Kind.PREFLIGHT, node=node, seconds=seconds, checks=checks)
         self._socket.send(node, {"type": "welcome"})
-        self._do(self._machine.arrive(node, now))
 
     def _acknowledge(self, node: str, message: Message) -> None:
         self._socket.send(node, {"type": "ack", "sequence": message["sequence"]})
 
     def _on_heartbeat(self, member: Member, message: Message, now: float) -> None:
         self._acknowledge(member.node, message)
+        if now - self._last_tick <= STALL_S:  # else it may have waited here
+            self._fitness.beat(member.node, message.get("wall_time"), self._wall_clock())
+        if not member.arrived:
+            # Not by its hello, which may be long ago: it has not been heard yet by this process.
+            member.arrived = True
+            self._do(self._machine.arrive(member.node, now))
+            return
         live = self._live
         if live is None or member.node not in live.starts or self._machine.phase is Phase.OVER:
             return
@@ -586,7 +591,10 @@ class Coordinator:
         if failed:
             self._nodes.suspect_all(now)
         all_ended = live.node_ended(node)
-        self._do(self._machine.ended(node, now, failed=failed, all_ended=all_ended))
+        is_cause = any(end.is_cause for end in ends) and not self._machine.killed
+        self._do(
+            self._machine.ended(node, now, failed=failed, all_ended=all_ended, is_cause=is_cause)
+        )
 
     # -- nodes -------------------------------------------------------------------------------------
 

@@ -21,7 +21,8 @@ class Member:
     heard: float
     done_step: int = -1
     phases: tuple[str, ...] = ()
-    lost: bool = False
+    arrived: bool = False
+    """Whether it has beaten since it was welcomed."""
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod

@@ -25,6 +25,7 @@ from air_hpc.probes.xid import XidWatch
 from air_hpc.recovery.hang import PhaseDurations
 from air_hpc.recovery.rules import RuleTable
 from air_hpc.rundir.layout import RunDir
+from air_hpc.rundir.words import FailureClass
 from air_hpc.session.messages import RECORDED
 from air_hpc.session.messages import Message as MessageKind
 
@@ -36,6 +37,26 @@ TURNS = 16
 """So many nodes take their turn; the others leave at once."""
 STALL_S = 1.0
 """Ticks further apart than this are a stall of this process."""
+
+
+_OUT_OF_MEMORY = (errno.EAGAIN, errno.ENOMEM)
+_NO_COMMAND = (
+    None,
+    errno.ENOENT,
+    errno.EACCES,
+    errno.EPERM,
+    errno.ENOEXEC,
+    errno.ENOTDIR,
+    errno.E2BIG,
+)
+"""Errors of a start that would come again anywhere; a starter's own words have no number."""
+
+
+def _class_of(error: OSError) -> FailureClass:
+    """What it means that workers could not be started."""
+    if error.errno in _OUT_OF_MEMORY:
+        return FailureClass.HOST_MEMORY
+    return FailureClass.ENVIRONMENT if error.errno in _NO_COMMAND else FailureClass.UNKNOWN
 
 
 class Uplink(Protocol):
@@ -88,7 +109,9 @@ class NodeAgent:
         self._xids = xids
         self._disowned = disowned
         self._clock = clock
+        self._start_timeout_s = start_timeout_s
         self._deadline = clock() + start_timeout_s
+        """For the coordinator's first word; after it for the starter, at each start."""
         self._next_hello = clock()
         self._next_heartbeat = clock()
         self._heard = clock()
@@ -143,13 +166,19 @@ class NodeAgent:
             self.group = None
         self._rank_checks = {}
         self._starter.renew()
-        self._pending = start
+        self._pending, self._deadline = start, self._clock() + self._start_timeout_s
         self._start_pending()
 
     def _start_pending(self) -> None:
         """Start what was asked for, once it needs no waiting: a template may have to import."""
         start = self._pending
-        if start is None or not self._starter.ready:
+        if start is None:
+            return
+        if not self._starter.ready:
+            if self._clock() > self._deadline:
+                self._pending = None
+                reason = "the process that workers are forked from was not ready in time"
+                self._say_start_failed(start, reason, FailureClass.UNKNOWN)
             return
         self._pending = None
         try:
@@ -166,14 +195,19 @@ class NodeAgent:
                 durations=self._durations,
             )
         except OSError as error:
-            self._uplink.send(
-                {
-                    "type": "start_failed",
-                    "token": str(start.token),
-                    "reason": f"{error}",
-                    "transient": error.errno in (errno.EAGAIN, errno.ENOMEM),
-                }
-            )
+            self._say_start_failed(start, str(error), _class_of(error))
+
+    def _say_start_failed(
+        self, start: GenerationStart, reason: str, failure_class: FailureClass
+    ) -> None:
+        self._uplink.send(
+            {
+                "type": "start_failed",
+                "token": str(start.token),
+                "reason": reason,
+                "failure_class": failure_class,
+            }
+        )
 
     def _on_stop(self, message: Message) -> None:
         group = self._group_of(message)
@@ -257,7 +291,7 @@ class NodeAgent:
 
     def fds(self) -> list[int]:
         """What the loop waits on for this node's workers."""
-        return [] if self.group is None else self.group.fds()
+        return [] if self.group is None else [*self.group.fds(), *self._starter.fds()]
 
     def close(self) -> None:
         """Kill what is left of the workers and release everything."""
@@ -387,5 +421,11 @@ class NodeAgent:
         holds = self._pending or self.group
         token = None if holds is None else str(holds.token)
         self._uplink.send(
-            {"type": "heartbeat", "sequence": self._sequence, "token": token, **progress}
+            {
+                "type": "heartbeat",
+                "sequence": self._sequence,
+                "wall_time": time.time(),
+                "token": token,
+                **progress,
+            }
         )

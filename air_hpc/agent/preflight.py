@@ -7,7 +7,6 @@ that hangs never hangs the agent: with pre-flight switched off, devices are stil
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -85,12 +84,12 @@ class Preflight:
         return Findings((*found.checks, nothing_to_say("devices", why)), None, found.seconds)
 
     def fill(self, hello: Message) -> Message:
-        """The hello with what was found, and the wall clock now (to be called as it is sent)."""
+        """The hello with what was found."""
         found = self._found or Findings(())
         devices: Sequence[Device] | None = found.devices
         if devices is None:  # nobody was asked, or nobody answered: what the binding says
             devices = bound_devices(self._kind, self._workers, self._environ)
-        facts: dict[str, Any] = {**hello.get("facts", {}), "wall_time": time.time()}
+        facts: dict[str, Any] = dict(hello.get("facts", {}))
         if self._spec.enabled:
             facts["preflight"] = [check.to_json() for check in found.checks]
             facts["preflight_s"] = found.seconds

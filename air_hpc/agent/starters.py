@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -33,9 +34,10 @@ class WorkerStart:
 
 
 class Started(Protocol):
-    """A started worker."""
+    """A started worker. `fd` is ready once it has ended; negative where the starter's own tell."""
 
     pid: int
+    fd: int
 
     def poll(self) -> int | None:
         """The exit status (negative: killed by that signal), or None while it runs."""
@@ -43,6 +45,10 @@ class Started(Protocol):
 
     def kill(self) -> None:
         """SIGKILL to the worker and its children."""
+        ...
+
+    def close(self) -> None:
+        """Release `fd`."""
         ...
 
 
@@ -62,6 +68,10 @@ class Starter(Protocol):
         """Start one; raises OSError."""
         ...
 
+    def fds(self) -> list[int]:
+        """What is ready when there is news of a worker: a loop that waits on them need not tick."""
+        ...
+
     def close(self) -> None:
         """Release what the starter holds. Workers end with the agent anyway."""
         ...
@@ -71,12 +81,20 @@ class _Executed:
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
         self.pid = process.pid
+        self.fd = -1
+        with contextlib.suppress(OSError):  # Linux before 5.3
+            self.fd = os.pidfd_open(process.pid)
 
     def poll(self) -> int | None:
         return self._process.poll()
 
     def kill(self) -> None:
         kill_group(self.pid)
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
 
 
 class ExecStarter:
@@ -90,6 +108,10 @@ class ExecStarter:
     def start(self, start: WorkerStart) -> Started:
         """Start one; raises OSError when the command cannot be run."""
         return _Executed(spawn_helper(start))
+
+    def fds(self) -> list[int]:
+        """None: each worker has its own."""
+        return []
 
     def close(self) -> None:
         """Nothing to release."""
@@ -129,6 +151,7 @@ class ForkStarter:
     def _begin_template(self) -> None:
         self._templates += 1
         self._ready = False
+        self._silent = False
         self._exits: dict[int, int] = {}
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._channel = ours
@@ -192,6 +215,7 @@ class ForkStarter:
         """The next word of the template; exits are noted on the way."""
         data = self._channel.recv(FORK_CHUNK_BYTES)
         if not data:
+            self._silent = True
             return None
         reply: dict[str, int | str] = json.loads(data)
         if "ready" in reply:
@@ -214,6 +238,10 @@ class ForkStarter:
             while self._receive() is not None:
                 pass
 
+    def fds(self) -> list[int]:
+        """The template's channel, which tells of ended workers, until the template is gone."""
+        return [] if self._silent or self._channel.fileno() < 0 else [self._channel.fileno()]
+
     def close(self) -> None:
         """End the template, and with it what is left of the workers."""
         self._channel.close()
@@ -222,6 +250,8 @@ class ForkStarter:
 
 
 class _Forked:
+    fd = -1
+
     def __init__(self, starter: ForkStarter, pid: int) -> None:
         self._starter = starter
         self.pid = pid
@@ -231,6 +261,9 @@ class _Forked:
 
     def kill(self) -> None:
         kill_group(self.pid)
+
+    def close(self) -> None:
+        pass
 
 
 def make_starter(name: str, argv: Sequence[str], environ: Mapping[str, str]) -> Starter:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from air_hpc.agent.liveness import Prober
@@ -143,6 +144,7 @@ class FitnessWatch:
     def __init__(self, spec: PreflightSpec) -> None:
         self._spec = spec
         self._words: dict[str, NodeWord] = {}
+        self._clock_offsets: dict[str, float] = {}
         self._failed: dict[str, int] = {}
         self._awaited: set[str] | None = None
         self._answer_by = 0.0
@@ -150,15 +152,28 @@ class FitnessWatch:
         self.ranks_due = spec.enabled
         """Whether the next generation's ranks try their devices and links."""
 
-    def told(self, node: str, hello: Mapping[str, Any], heard_at: float) -> list[dict[str, Any]]:
-        """A node's hello, `heard_at` by this node's wall clock; the checks it carries."""
-        word = NodeWord.from_hello(hello, heard_at)
+    def told(self, node: str, hello: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """A node's hello; the checks it carries."""
+        word = NodeWord.from_hello(hello)
         self._words[node] = word
         return [dict(check) for check in word.checks]
 
+    def beat(self, node: str, wall_time: Any, heard_at: float) -> None:
+        """A heartbeat that was sent at `wall_time` by its node's clock and `heard_at` by ours.
+
+        What is under way for long seems to come from a clock that is behind: the largest counts.
+        """
+        if isinstance(wall_time, int | float):
+            offset = wall_time - heard_at
+            self._clock_offsets[node] = max(offset, self._clock_offsets.get(node, offset))
+
     def judge(self, nodes: Iterable[str]) -> Fitness:
         """Which of these nodes must not train."""
-        words = {node: self._words[node] for node in nodes if node in self._words}
+        words = {
+            node: replace(self._words[node], clock_offset_s=self._clock_offsets.get(node))
+            for node in nodes
+            if node in self._words
+        }
         return judge(words, self._spec.max_clock_skew_s)
 
     def failed_before(self, node: str) -> bool:

@@ -243,9 +243,11 @@ class WorkerGroup:
     # -- listening ---------------------------------------------------------------------------------
 
     def fds(self) -> list[int]:
-        """What to wait on: sockets and pipes of workers that are still there."""
+        """What to wait on: sockets, pipes and ends of workers that are still there."""
         found = []
         for worker in self.workers:
+            if worker.process.fd >= 0:
+                found.append(worker.process.fd)
             if worker.channel.fileno() >= 0:
                 found.append(worker.channel.fileno())
             if worker.output_fd >= 0:
@@ -377,6 +379,7 @@ class WorkerGroup:
             if worker.exit_status is None and (status := worker.process.poll()) is not None:
                 worker.exit_status = status
                 worker.process.kill()
+                worker.process.close()
                 ended.append(worker)
         if ended:
             self._count_oom_kills(ended)
@@ -398,6 +401,7 @@ class WorkerGroup:
         """Kill what is left and release everything; how many bytes of their logs were lost."""
         self.kill()
         for worker in self.workers:
+            worker.process.close()
             if worker.channel.fileno() >= 0:
                 worker.channel.close()
             if worker.output_fd >= 0:

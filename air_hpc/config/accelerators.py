@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import Any
 
 import yaml
 
@@ -12,8 +13,10 @@ from air_hpc.config.groups import ConfigFolders
 from air_hpc.errors import BadInput, Problem, raise_if_any
 from air_hpc.hardware.accelerator import AcceleratorSpec
 
+_Safe: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
-class _Loader(yaml.SafeLoader):
+
+class _Loader(_Safe):  # type: ignore[misc]
     """YAML as Hydra reads it: `1e15` is a number, where YAML 1.1 wants a dot and a sign."""
 
 

@@ -71,13 +71,19 @@ def device_name(device: torch.device) -> str:
 
 
 def calibrated_matmul(
-    device: torch.device, precision: str, folder: Path, *, budget_s: float = 1.0
+    device: torch.device,
+    precision: str,
+    folder: Path,
+    *,
+    budget_s: float = 1.0,
+    again: bool = True,
 ) -> MatmulRate:
     """The best rate seen on this device, precision and thread count; `folder` keeps it.
 
     The first measurement takes `budget_s`. Each later one is brief and can only raise the figure:
     a machine that was busy the first time would otherwise have too low a peak for good, and a run
-    faster than that has no MFU. A file that cannot be read or written is no reason to fail.
+    faster than that has no MFU. Without `again` there is no later one: a figure that is kept is
+    taken. A file that cannot be read or written is no reason to fail.
     """
     threads = torch.get_num_threads() if device.type == "cpu" else 1
     label = f"{device_name(device)} {platform.node()} {threads} threads {precision}"
@@ -85,6 +91,8 @@ def calibrated_matmul(
     kept = None
     with contextlib.suppress(OSError, ValueError, TypeError):
         kept = MatmulRate(**json.loads(path.read_bytes()))
+    if kept is not None and not again:
+        return kept
     budget_s = budget_s if kept is None else budget_s * _AGAIN
     rate = measure_matmul(device, precision, budget_s=budget_s)
     if kept is not None and kept.flops_per_s >= rate.flops_per_s:

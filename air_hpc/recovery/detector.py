@@ -13,7 +13,8 @@ that the agent listens on, which the node's kernel answers even when the agent i
       UNKNOWN    the observer could not ask                      says nothing
 
 One refusal is enough for a node that is silent for `suspect_s`; one that was looked at because
-others suspect it (`suspect_all`) must refuse twice. Any beat clears what was held against a node.
+others suspect it (`suspect_all`) must refuse twice, `probe_timeout_s` apart: a beat would have come
+in between. Any beat clears what was held against a node.
 
 The probes are trusted only where they were seen to work: each node is probed once while it beats,
 and where its port does not answer then (a firewall between the nodes, say) its later refusals and
@@ -267,6 +268,8 @@ class Detector:
         free_at = float("-inf")
         if node.begun is not None:
             free_at = node.begun + policy.probe_interval_s
+            if node.refused:
+                free_at = node.begun + policy.probe_timeout_s
             if not node.proven:
                 free_at = node.begun + min(_RARELY_S, policy.probe_interval_s * 2**node.tries)
         if not node.proven:

@@ -94,6 +94,13 @@ class WorkerEnd:
         return not (self.finished or self.stopped)
 
     @property
+    def is_cause(self) -> bool:
+        """Whether no other rank's end can have brought this one about: what a rank does when it
+        loses another is to raise an error, or to abort, and never to be killed from outside."""
+        killed = self.exit_status is not None and self.exit_status < 0
+        return self.failed and killed and self.exit_status != -signal.SIGABRT
+
+    @property
     def told_error(self) -> bool:
         """Whether it closed its session with an error."""
         return self.last_words is not None and self.last_words.get("kind") == "error"

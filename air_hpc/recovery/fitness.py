@@ -24,9 +24,10 @@ Checks = Iterable[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class NodeWord:
-    """What a node said in its hello.
+    """What a node said of itself.
 
     `clock_offset_s` is the node's wall clock when it spoke less the coordinator's when it heard.
+    It is not taken from a hello, which may have waited long for a coordinator that was not there.
     """
 
     checks: tuple[Mapping[str, Any], ...] = ()
@@ -34,15 +35,10 @@ class NodeWord:
     clock_offset_s: float | None = None
 
     @classmethod
-    def from_hello(cls, hello: Mapping[str, Any], heard_at: float) -> NodeWord:
-        """Of a hello message that arrived at `heard_at` by the coordinator's wall clock."""
+    def from_hello(cls, hello: Mapping[str, Any]) -> NodeWord:
+        """Of a hello message."""
         facts = hello.get("facts", {})
-        told = facts.get("wall_time")
-        return cls(
-            tuple(facts.get("preflight", ())),
-            tuple(hello.get("devices", ())),
-            None if told is None else float(told) - heard_at,
-        )
+        return cls(tuple(facts.get("preflight", ())), tuple(hello.get("devices", ())))
 
 
 @dataclass(frozen=True)

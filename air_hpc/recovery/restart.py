@@ -315,13 +315,20 @@ class RestartMachine:
 
     # -- the live generation -----------------------------------------------------------------------
 
-    def ended(self, node: str, now: float, *, failed: bool, all_ended: bool) -> list[Action]:
-        """Workers of a node of this generation have ended; `failed`: any of them not as agreed."""
+    def ended(
+        self, node: str, now: float, *, failed: bool, all_ended: bool, is_cause: bool = False
+    ) -> list[Action]:
+        """Workers of a node of this generation have ended; `failed`: any of them not as agreed.
+
+        `is_cause`: no other worker's end can have brought this one about, so none is awaited.
+        """
         live = self._live
         if self.phase is not Phase.RUNNING or live is None or node not in live.members:
             return []
         if all_ended:
             live.awaited.discard(node)
+        if is_cause and live.awaited:
+            return self._kill("without the one that was killed they cannot go on", now)
         wait = self.policy.gather_s if failed else self.policy.leave_s
         live.kill_at = now + wait if live.kill_at is None else min(live.kill_at, now + wait)
         return self._check_ended()

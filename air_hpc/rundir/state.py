@@ -61,6 +61,8 @@ class End:
     evidence: str = ""
     action: str | None = None
     """What the rule asked for that gave the class (`recovery.rules`), if it asked."""
+    went_on: bool = False
+    """Whether the attempt went on after it: what ends the attempt later is another end."""
 
 
 @dataclass(frozen=True)
@@ -377,7 +379,7 @@ class _Fold:
             evidence=_text(event.facts.get("evidence")),
         )
         if event.facts.get("verdict") == Verdict.CONTINUE:
-            self._note_end(event)
+            self._note_end(event, went_on=True)
             self._bucket = "starting_s"
             self.status = replace(self.status, state=RunState.STARTING, verdict=Verdict.CONTINUE)
         else:
@@ -400,13 +402,14 @@ class _Fold:
             ended=event.time if state in TERMINAL else None,
         )
 
-    def _note_end(self, event: Event) -> None:
+    def _note_end(self, event: Event, *, went_on: bool = False) -> None:
         end = End(
             event.token,
             _failure_class(event),
             self.status.committed_step,
             str(event.facts.get("evidence", "")),
             _text(event.facts.get("action")),
+            went_on,
         )
         self.status = replace(self.status, ends=(*_without(self.status.ends, event.token), end))
 
@@ -450,8 +453,11 @@ _UNDER_WAY = frozenset({RunState.STARTING, RunState.RUNNING, RunState.SAVING})
 
 
 def _without(ends: tuple[End, ...], token: Token | None) -> tuple[End, ...]:
-    """The ends but the one that was assumed for `token`: its word came late, by a clock behind."""
-    return tuple(end for end in ends if token is None or end.token != token)
+    """The ends but the one that was assumed for `token`: its word came late, by a clock behind.
+
+    An end that the attempt went on after stays, though no newer token was claimed before the next.
+    """
+    return tuple(end for end in ends if token is None or end.token != token or end.went_on)
 
 
 def _failure_class(event: Event) -> FailureClass:

@@ -3,7 +3,9 @@
 `python -m air_hpc.session.template FD MODULE`: the engine's module names what to import beforehand
 in `PRELOAD` (module names, imported and nothing more). A process that forks must have one thread,
 and must not have run an operation, opened a group or loaded user code: its children would hang
-for ever. So the template only imports, and counts its threads before each fork.
+for ever. So the template only imports, and counts its threads before each fork. What it imported
+is taken out of the garbage collector's sight: a worker would look through all of it again and
+again, and copy its memory by that.
 
 Requests and answers are packets of JSON over the socket FD; a worker's file descriptors (page,
 socket, output) come along as SCM_RIGHTS.
@@ -11,6 +13,7 @@ socket, output) come along as SCM_RIGHTS.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -138,6 +141,8 @@ def main() -> None:
     fd, module = int(sys.argv[1]), sys.argv[2]
     for name in getattr(importlib.import_module(module), "PRELOAD", ()):
         importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
     serve(socket.socket(fileno=fd), module)
 
 

@@ -10,5 +10,20 @@ rates         tokens per second and MFU
 peak          what the device could do at most
 """
 
-PRELOAD = ("torch", "torch.distributed.checkpoint", "torch.distributed.fsdp", "numpy")
-"""What the template process of `launch.starter=fork` imports before it forks workers."""
+PRELOAD = (
+    "torch",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "numpy",
+    "numpy.ma",
+    "numpy.random",
+    # Deterministic algorithms are switched on there too: torch then imports it, for a whole second.
+    "torch._inductor",
+    "air_hpc.train.main",
+    "air_hpc.train.loop",
+    "air_hpc.train.peak",
+    "air_hpc.probes.ranks",
+    "air_hpc.config.accelerators",
+)
+"""What the template process of `launch.starter=fork` imports before it forks workers: all that a
+worker imports up to its first step. A test holds the list to that."""

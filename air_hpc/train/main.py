@@ -156,12 +156,14 @@ def tell_peak(session: Session, frozen: FrozenRun, world: object) -> float | Non
     if world.rank == 0:
         peak = find_peak(
             spec.accelerator,
-            load_accelerators(),
+            () if world.device.type == "cpu" else load_accelerators(),
             spec.train.precision,
             world.device,
             workers,
             len(cores),
             session.run.shared_dir / "calibrations",
+            # All wait for rank 0 here; a restart inside the allocation does not measure anew.
+            again=session.token.generation == 1,
         )
         if peak.note:
             print(peak.note, file=sys.stderr)

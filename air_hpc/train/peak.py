@@ -3,9 +3,9 @@
 A GPU has its data sheet's figure, if the name its driver reports is that of the accelerator the
 run was configured for; otherwise there is no peak and a line that says why. A CPU has none on
 paper: the best that a large matmul with a worker's threads reached on this machine is kept in the
-runs folder, and a short measurement at each start may raise it. Where the workers of a node have
-more threads than the cores they may use together, each can have only its share of what one reached
-alone, and the peak is scaled by cores / threads.
+runs folder, and a short measurement at each attempt's start may raise it. Where the workers of a
+node have more threads than the cores they may use together, each can have only its share of what
+one reached alone, and the peak is scaled by cores / threads.
 """
 
 from __future__ import annotations
@@ -54,9 +54,11 @@ def datasheet_peak(
     return Peak(figure, accelerator.peak_source, reported)
 
 
-def measured_cpu_peak(precision: str, workers: int, cores: int, folder: Path) -> Peak:
+def measured_cpu_peak(
+    precision: str, workers: int, cores: int, folder: Path, *, again: bool = True
+) -> Peak:
     """What one of `workers` on `cores` of this machine can reach; for one process of a run."""
-    rate = calibrated_matmul(torch.device("cpu"), precision, folder)
+    rate = calibrated_matmul(torch.device("cpu"), precision, folder, again=again)
     share = shared_fraction(cores, rate.threads, workers)
     note = ""
     if share < 1:
@@ -80,14 +82,17 @@ def find_peak(
     workers: int,
     cores: int,
     folder: Path,
+    *,
+    again: bool = True,
 ) -> Peak:
     """The peak of `device`; rank 0's stands for all. `workers` of its node may use `cores`.
 
-    A figure that is configured for a CPU is taken as it is.
+    A figure that is configured for a CPU is taken as it is; without `again` one that was measured
+    is too.
     """
     if device.type != "cpu":
         return datasheet_peak(accelerator, known, precision, device_name(device))
     figure = accelerator.peak(precision)
     if figure is not None:
         return Peak(figure, accelerator.peak_source, device_name(device))
-    return measured_cpu_peak(precision, workers, cores, folder)
+    return measured_cpu_peak(precision, workers, cores, folder, again=again)

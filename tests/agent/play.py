@@ -164,6 +164,8 @@ class Play:
                 **facts,
             }
             self.coordinator.on_message(node, message)
+            if node in self.socket.to("welcome"):  # then it begins to beat
+                self.tell(node, "heartbeat", sequence=0)
 
     def beat(self, *nodes: str, **facts: Any) -> None:
         for node in nodes:

@@ -91,7 +91,7 @@ class TestRegistering:
         assert one.end[2] == "n2: its agent failed: no route"
 
     def test_workers_that_cannot_start_stop_the_run(self, running: Play) -> None:
-        running.tell("n2", "start_failed", reason="no python")
+        running.tell("n2", "start_failed", reason="no python", failure_class="environment")
         assert running.end[0] is FailureClass.ENVIRONMENT
         assert "n2 could not start workers: no python" in running.end[2]
         assert set(running.socket.to("kill")) == set(NODES)
@@ -169,6 +169,17 @@ class TestEnds:
         failure_class, _, evidence = running.end
         assert failure_class is FailureClass.NETWORK
         assert "rank 3 on n2" in evidence
+
+    def test_the_others_of_a_worker_that_was_killed_from_outside_are_killed_at_once(
+        self, running: Play
+    ) -> None:
+        running.ended("n2", 3, exit_status=-9, last_words=None)
+        assert set(running.socket.to("kill")) == set(NODES)
+
+    def test_the_others_of_a_worker_that_aborted_are_awaited(self, running: Play) -> None:
+        """A library aborts where another rank was lost: that one is still to be heard of."""
+        running.ended("n2", 3, exit_status=-6, last_words=None)
+        assert running.socket.of("kill") == []
 
     def test_a_worker_that_does_not_leave_with_the_others_is_killed(self, running: Play) -> None:
         """One that hung in its teardown once held all nodes until the time limit."""

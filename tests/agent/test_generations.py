@@ -366,6 +366,43 @@ class TestFewerNodes:
         assert one.event(Kind.NODE_EXCLUDED).facts["node"] == "n1"
 
 
+class TestClocks:
+    def arrive(self, one: Play, node: str, hello_s: float, beat_s: float) -> None:
+        """A node whose messages show its clock so far from ours as they are read."""
+        wall = one.now + 1e9
+        facts = {"liveness_port": 9, "wall_time": wall + hello_s}
+        hello = {"type": "hello", "index": 0, "boot_id": "one", "address": "127.0.0.1"}
+        hello |= {"ports": [20001], "devices": [{"model": "cpu"}] * 2, "facts": facts}
+        one.coordinator.on_message(node, hello)
+        beat = {"type": "heartbeat", "sequence": 1, "wall_time": wall + beat_s}
+        one.coordinator.on_message(node, beat)
+
+    def test_a_hello_that_waited_for_its_coordinator_shows_no_clock(
+        self, play: Callable[..., Play]
+    ) -> None:
+        """A node that began ten seconds before the first one was once left out for a day."""
+        one = play()
+        self.arrive(one, "n2", -10.0, -0.1)
+        self.arrive(one, "n1", 0.0, 0.0)
+        assert sorted(one.socket.to("start")) == list(NODES)
+
+    def test_nor_does_a_beat_that_waited_for_a_coordinator_that_stood_still(
+        self, play: Callable[..., Play]
+    ) -> None:
+        one = play()
+        one.now += 8
+        self.arrive(one, "n2", -8.0, -8.0)
+        self.arrive(one, "n1", 0.0, 0.0)
+        assert sorted(one.socket.to("start")) == list(NODES)
+
+    def test_a_node_whose_clock_is_off_takes_no_part(self, play: Callable[..., Play]) -> None:
+        one = play()
+        self.arrive(one, "n2", 0.0, -10.0)
+        self.arrive(one, "n1", 0.0, 0.0)
+        assert one.end[0] is FailureClass.DEVICE
+        assert "10.0 s behind" in one.end[2]
+
+
 class TestDivergedLoss:
     def diverge(self, one: Play, action: str) -> None:
         facts = {"action": action, "reason": "loss is nan", "bad_step": 9, "from_step": 4}

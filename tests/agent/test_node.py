@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from air_hpc.config.spec import RecoverySpec
 from air_hpc.errors import EXIT_ENVIRONMENT
 from air_hpc.rundir.fence import Token
 from air_hpc.rundir.layout import create_run_dir
+from air_hpc.rundir.words import FailureClass
 from tests.agent.groups import start_of
 
 RECOVERY = RecoverySpec(heartbeat_interval_s=0.5, heartbeat_timeout_s=5, lease_s=15)
@@ -25,9 +27,10 @@ class SlowStarter:
 
     def __init__(self) -> None:
         self.ready = True
+        self.error = OSError("no worker here")
 
     def start(self, start: object) -> Any:
-        raise OSError("no worker here")
+        raise self.error
 
     def renew(self) -> None:
         pass
@@ -181,10 +184,43 @@ def test_workers_that_cannot_be_started_are_reported(node: Node) -> None:
     node.agent.on_message({"type": "start", "start": start_of(2).to_json()})
     (message,) = node.of("start_failed")
     assert message["reason"] == "no worker here"
+    assert message["failure_class"] == FailureClass.ENVIRONMENT
     assert node.agent.group is None
     node.agent.pump()
     node.agent.on_message({"type": "welcome"})
     node.wait(1)
+
+
+@pytest.mark.parametrize(
+    ("number", "failure_class"),
+    [
+        (errno.ENOENT, FailureClass.ENVIRONMENT),
+        (errno.ENOMEM, FailureClass.HOST_MEMORY),
+        (errno.EPIPE, FailureClass.UNKNOWN),
+        (errno.EMFILE, FailureClass.UNKNOWN),
+    ],
+)
+def test_only_a_command_that_nobody_can_run_is_the_environments_fault(
+    node: Node, number: int, failure_class: FailureClass
+) -> None:
+    """A template that died as it was to fork once ended the run for good."""
+    node.starter.error = OSError(number, "it broke")
+    node.agent.on_message({"type": "start", "start": start_of(2).to_json()})
+    assert node.of("start_failed")[0]["failure_class"] == failure_class
+
+
+def test_a_template_that_does_not_get_ready_again_fails_the_start(node: Node) -> None:
+    """A generation whose only node waited for its template once waited for ever: it beat, and had
+    no worker that could be overdue."""
+    node.agent.on_message({"type": "welcome"})
+    node.starter.ready = False
+    node.agent.on_message({"type": "start", "start": start_of(2).to_json()})
+    node.wait(59)
+    assert node.of("start_failed") == []
+    assert node.of("heartbeat")[-1]["token"] == "1.1"
+    node.wait(2)
+    assert "not ready" in node.of("start_failed")[0]["reason"]
+    assert node.agent.exit_code is None
 
 
 def test_a_start_that_is_said_again_starts_nothing_twice(node: Node) -> None:

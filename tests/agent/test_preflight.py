@@ -69,7 +69,6 @@ def test_on_a_cpu_the_hello_carries_the_hosts_checks_and_no_device(make: Make) -
     assert [device["model"] for device in hello["devices"]] == ["cpu"]
     assert hello["facts"]["pid"] == 7
     assert hello["facts"]["preflight"] == [check.to_json() for check in found.checks]
-    assert abs(hello["facts"]["wall_time"] - preflight.fill({})["facts"]["wall_time"]) < 60
 
 
 def test_a_gpu_is_told_with_its_uuid(make: Make) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from air_hpc.recovery.rules import RuleTable
 from air_hpc.rundir.layout import RunDir, create_run_dir
 from air_hpc.session.page import Word
 from tests.agent.groups import (
+    DEADLINE_S,
     ROOT,
     STAND_IN,
     THREADED,
@@ -215,6 +217,29 @@ def test_workers_die_with_a_killed_agent(tmp_path: Path, name: str) -> None:
         assert not gone(worker)
         agent.kill()
         wait_until(lambda: gone(worker))
+
+
+@pytest.mark.parametrize("name", ["exec", "fork"])
+def test_the_end_of_a_worker_wakes_the_loop(run: RunDir, name: str) -> None:
+    """Its socket closes a moment before it can be reaped: the loop once slept a tick after that."""
+    starter = make_starter(name, STAND_IN, environ())
+    group = Group(run, starter, 1, STAND_IN, steps=None)
+    try:
+        group.listen_until(group.training)
+        os.kill(group.workers[0].process.pid, signal.SIGKILL)
+        while group.running:
+            waiting = select.poll()
+            for fd in [*group.fds(), *starter.fds()]:
+                waiting.register(fd, select.POLLIN)
+            assert waiting.poll(1000 * DEADLINE_S)
+            group.listen_until(lambda: True)
+        assert group.workers[0].exit_status == -signal.SIGKILL
+        if name == "fork":
+            starter._template.kill()
+            wait_until(lambda: starter.ready and starter.fds() == [])  # or the loop would spin
+    finally:
+        group.close()
+        starter.close()
 
 
 class TestStarters:

@@ -40,6 +40,14 @@ def test_a_peak_measured_on_a_busy_machine_is_corrected_by_the_next_run(tmp_path
     assert json.loads(path.read_text())["flops_per_s"] == rate.flops_per_s
 
 
+def test_a_restart_inside_the_allocation_takes_the_peak_that_is_kept(tmp_path: Path) -> None:
+    # All other ranks wait for the measurement: it was most of what a restart took.
+    calibrated_matmul(CPU, "fp32", tmp_path, budget_s=0.0)
+    [path] = tmp_path.iterdir()
+    path.write_text(json.dumps({**json.loads(path.read_text()), "flops_per_s": 123.0}))
+    assert calibrated_matmul(CPU, "fp32", tmp_path, again=False).flops_per_s == 123.0
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"flops_per_s": 1}'])
 def test_an_unreadable_calibration_is_measured_again(tmp_path: Path, text: str) -> None:
     calibrated_matmul(CPU, "fp32", tmp_path, budget_s=0.0)

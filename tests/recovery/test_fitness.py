@@ -98,7 +98,7 @@ def test_drivers_that_differ_are_only_noted() -> None:
     assert found.notes == ("the nodes' drivers differ: 550 on n2; 570 on n1, n3",)
 
 
-def test_a_hello_is_a_word_with_its_clock_against_the_hearers() -> None:
-    hello = {"devices": [{"model": "cpu"}], "facts": {"preflight": [*FINE], "wall_time": 107.5}}
-    assert NodeWord.from_hello(hello, 100.0) == NodeWord(FINE, ({"model": "cpu"},), 7.5)
-    assert NodeWord.from_hello({}, 100.0) == NodeWord()
+def test_a_hello_is_a_word_of_checks_and_devices() -> None:
+    hello = {"devices": [{"model": "cpu"}], "facts": {"preflight": [*FINE]}}
+    assert NodeWord.from_hello(hello) == NodeWord(FINE, ({"model": "cpu"},))
+    assert NodeWord.from_hello({}) == NodeWord()

@@ -134,6 +134,14 @@ class TestArrival:
 
 
 class TestRestart:
+    def test_after_a_kill_from_outside_nobody_else_is_awaited(self) -> None:
+        """What the others would still say cannot explain it; the run once stood still for it."""
+        machine = started("ab", 2)
+        acts = machine.ended("b", 1.0, failed=True, all_ended=False, is_cause=True)
+        assert [type(act) for act in acts] == [Kill]
+        assert machine.ended("a", 1.1, failed=True, all_ended=True, is_cause=True) == []
+        assert machine.ended("b", 1.2, failed=True, all_ended=True) == [Decide()]
+
     def test_a_dead_worker_is_gathered_killed_decided_and_started_again(self) -> None:
         machine = started("ab", 2)
         assert machine.next_deadline is None

@@ -243,6 +243,20 @@ def test_what_a_fenced_attempt_says_late_moves_only_its_own_end() -> None:
     assert status.time.wall_s == 80
 
 
+def test_a_stop_in_the_pause_after_a_failure_does_not_forget_the_failure() -> None:
+    """Both ends have the same token, since the next generation was never claimed: the later, free
+    one once took the place of the one that costs budget."""
+    status = fold(
+        [
+            at(10, Kind.ATTEMPT_STARTED, "1.1"),
+            at(50, Kind.GENERATION_ENDED, "1.1", failure_class="hang", verdict="continue"),
+            at(51, Kind.ATTEMPT_ENDED, "1.1", failure_class="preempted", verdict="requeue"),
+            at(60, Kind.ATTEMPT_STARTED, "2.1"),
+        ]
+    )
+    assert [end.failure_class for end in status.ends] == ["hang", "preempted"]
+
+
 def test_an_attempt_without_an_end_counts_as_one_when_the_next_begins() -> None:
     """Its coordinator was killed; such a run was once restarted without end."""
     status = fold([*began(0, "1.1"), committed(20, "1.1", 5), *began(50, "2.1", resume=5)])

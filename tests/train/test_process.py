@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -62,9 +63,27 @@ class Worker:
         return self.process.returncode, stderr
 
 
+FORKED = """
+import importlib, os, sys
+from air_hpc.train import PRELOAD
+for name in PRELOAD:
+    importlib.import_module(name)
+threads, before = len(os.listdir("/proc/self/task")), set(sys.modules)
+from air_hpc.train.main import main
+code = main()
+print(threads, *sorted(set(sys.modules) - before))
+sys.exit(code)
+"""
+"""A worker as a template forks it: all is imported before; says what still was later."""
+
+
 @contextmanager
 def started_worker(
-    run: RunDir, resume_steps: tuple[int, ...] = (), *, preflight: bool = False
+    run: RunDir,
+    resume_steps: tuple[int, ...] = (),
+    *,
+    preflight: bool = False,
+    argv: tuple[str, ...] = ("-m", "air_hpc.train"),
 ) -> Iterator[Worker]:
     page = Page.create()
     page.write(Word.LEASE_NS, 2**62)
@@ -90,7 +109,7 @@ def started_worker(
         "OMP_NUM_THREADS": "1",
     }
     process = subprocess.Popen(
-        [sys.executable, "-m", "air_hpc.train"],
+        [sys.executable, *argv],
         cwd=ROOT,
         env={**os.environ, **address, **env.to_environ()},
         pass_fds=(page.fd, theirs.fileno()),
@@ -163,6 +182,21 @@ def test_a_worker_of_a_smaller_world_derives_its_plan(tmp_path: Path) -> None:
         worker.messages_until("finished")
         assert worker.end()[0] == 0
     assert list(effective_samples(run)) == [1, 2]
+
+
+def test_a_forked_worker_imports_nothing_more_after_a_restart(tmp_path: Path) -> None:
+    """Each of them once imported torch._inductor anew, for a second of CPU time: two cores with
+    four workers stood still for it at every restart."""
+    run = frozen_run(tmp_path, small_spec(5))
+    with started_worker(run) as worker:
+        worker.messages_until("finished")
+        worker.end()
+    shutil.rmtree(run.checkpoints_dir / "step-5")
+    with started_worker(run, (3,), argv=("-c", FORKED)) as worker:
+        worker.messages_until("finished")
+        threads, *late = worker.process.communicate(timeout=60)[0].splitlines()[-1].split()
+    assert threads == "1"  # or the template would not fork
+    assert set(late) <= {"torch.profiler._cupti_monitor"}  # which torch imports with an operation
 
 
 def test_signals_do_not_end_a_worker_and_an_agreed_stop_does(tmp_path: Path) -> None:

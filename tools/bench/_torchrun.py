@@ -38,6 +38,7 @@ class Torchrun:
     cluster: DevCluster
     out: Path
     job: str
+    _read: int = 0
 
     @classmethod
     def submit(
@@ -71,13 +72,18 @@ class Torchrun:
         done = cluster.run([*words, f"--output={out}/log", str(script)], env={**os.environ, **env})
         return cls(cluster, out, done.stdout.strip())
 
-    def steps(self) -> list[dict[str, Any]]:
-        """What rank 0 has written so far."""
+    def steps(self, newer: bool = False) -> list[dict[str, Any]]:
+        """What rank 0 has written so far; with `newer` only since the last call without it."""
         try:
-            lines = (self.out / "steps.jsonl").read_text().splitlines()
+            with (self.out / "steps.jsonl").open("rb") as file:
+                file.seek(self._read if newer else 0)
+                text = file.read()
         except FileNotFoundError:
             return []
-        return [json.loads(line) for line in lines if line.endswith("}")]
+        whole = text[: text.rfind(b"\n") + 1]
+        if not newer:
+            self._read = len(whole)
+        return [json.loads(line) for line in whole.splitlines()]
 
     def workers(self) -> dict[str, list[Process]]:
         """The training processes by node."""
@@ -91,11 +97,3 @@ class Torchrun:
     def first_node(self) -> str:
         """Where the rendezvous is hosted."""
         return self.cluster.job(self.job)["BatchHost"]
-
-    def cancel(self) -> None:
-        """End it, and wait until its nodes are free."""
-        self.cluster.run(["scancel", self.job], check=False)
-        self.cluster.wait_until(
-            lambda: self.job not in self.cluster.run(["squeue", "-h", "-o", "%A"]).stdout.split(),
-            "the torchrun job to be gone",
-        )

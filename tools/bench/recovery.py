@@ -2,6 +2,7 @@
 """How long a run stands still after a failure, against tuned torchrun on the same test cluster.
 
     python tools/bench/recovery.py [--rounds N] [--cases worker,elastic,spare,cpu] [--seed S]
+                                   [--markdown]
 
 Starts its own cluster of three nodes with two workers each, and measures from a kill -9 to the end
 of the first step that the workers after it take, one run at a time:
@@ -15,7 +16,9 @@ of the first step that the workers after it take, one run at a time:
 Both sides train the same frozen config and save every `checkpoint.interval_steps`. Of ours it also
 counts the steps that were trained again: by the ledger, and beside it by the spool. Neither the
 first node nor its processes are killed: it hosts torchrun's rendezvous, whose loss torchrun does
-not survive. Prints one JSON object; the machine should be otherwise idle.
+not survive. Prints one JSON object, or tables with `--markdown` (then the JSON goes to stderr), and
+says on stderr how far it is; the machine should be otherwise idle. Exit code 1 where a run of ours
+did not come back, or lost more work than one interval and the save in flight.
 """
 
 from __future__ import annotations
@@ -43,18 +46,21 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tools"), str(Path(__file__).parent)]
 sys.dont_write_bytecode = True
 
 from _chaos.processes import run_processes  # noqa: E402
+from _devcluster.faults import kill_nodes  # noqa: E402
+from _devcluster.state import open_state  # noqa: E402
+from _recovery_report import markdown, problems  # noqa: E402
 from _torchrun import Torchrun  # noqa: E402
 
 from air_hpc.rundir.events import Event  # noqa: E402
 from air_hpc.rundir.layout import RunDir, list_runs  # noqa: E402
 from air_hpc.rundir.spool import iterate_samples, read_spool, spool_files  # noqa: E402
-from tests.acceptance.runs import air_hpc, events_of, status_of, story  # noqa: E402
+from tests.acceptance.runs import air_hpc, events_of, job_of, status_of, story  # noqa: E402
 from tests.slurm_cluster import DevCluster, why_no_cluster  # noqa: E402
 
 WORKERS = 2
 INTERVAL_STEPS = 50
-NEW_STEP_S = 240.0
-"""How long a new step is waited for at most."""
+START_S, NEW_STEP_S = 600.0, 240.0
+"""How long a start, and a new step after a kill, are waited for at most."""
 MODEL = (
     "model.dim=64", "model.layers=2", "model.ffn_dim=128", "model.heads=2", "model.kv_heads=1",
     "data.sequence_length=64", "train.global_batch_size=24", "train.micro_batch_size=2",
@@ -97,6 +103,8 @@ class Round:
     lost_by_spool: int | None = None
     allowed_steps: int | None = None
     verdicts: tuple[str, ...] = ()
+    moments_s: dict[str, float] | None = None
+    """After the kill: when what our ledger tells had come."""
 
 
 class Ours:
@@ -108,9 +116,12 @@ class Ours:
         air_hpc(*words, cluster=cluster)
         (self.run,) = list_runs(folder)
 
-    def samples(self) -> list[tuple[str, int, float]]:
-        """Of the newest generation that trained: its token, and step and time of each sample."""
+    def samples(self, after: str = "") -> list[tuple[str, int, float]]:
+        """Of the newest generation that trained: its token, and step and time of each sample. Of
+        generation `after` and older ones nothing is read."""
         for path in reversed(spool_files(self.run)):
+            if path.stem == after:
+                break
             if found := read_spool(path)[0]:
                 return [(path.stem, sample.step, sample.time) for sample in found]
         return []
@@ -138,7 +149,7 @@ class Ours:
 
     def first_step_after(self, mark: str, moment: float) -> float | None:
         """When the first step of other workers than `mark` ended."""
-        return next((at for token, _, at in self.samples() if token != mark and at > moment), None)
+        return next((at for _, _, at in self.samples(after=mark) if at > moment), None)
 
     def round(self, mark: str, moment: float, took_s: float | None) -> Round:
         """What the ledger says about the work that was lost."""
@@ -157,7 +168,17 @@ class Ours:
             allowed_steps=self._allowed(moment),
             rolled_back=told[-1] if told else 0,
             verdicts=tuple(str(e.facts["verdict"]) for e in ended if "verdict" in e.facts),
+            moments_s=self._moments(moment),
         )
+
+    def _moments(self, moment: float) -> dict[str, float]:
+        """Of what came after the kill."""
+        kinds = ("generation_ended", "generation_started", "resumed", "training_started")
+        found = {kind: [e.time for e in events_of(self.run, kind)] for kind in kinds}
+        return {
+            kind: round(next((at for at in times if at > moment), float("nan")) - moment, 2)
+            for kind, times in found.items()
+        }
 
     def _allowed(self, moment: float) -> int:
         """One interval, and another one where a save was in flight at the kill."""
@@ -168,8 +189,7 @@ class Ours:
 
     def cancel(self) -> None:
         """End it, and wait until its job is gone."""
-        air_hpc("cancel", str(self.run.path), "--json", cluster=self.cluster)
-        self.cluster.clean()
+        kill_job(self.cluster, job_of(self.run))
 
     def text(self) -> str:
         """The ledger, for a run that did not come back."""
@@ -204,9 +224,9 @@ class Theirs:
 
     def first_step_after(self, mark: str, moment: float) -> float | None:
         """When the first step of other workers than `mark` ended."""
+        steps = self.job.steps(newer=True)
         return next(
-            (e["time"] for e in self.job.steps() if str(e["pid"]) != mark and e["time"] > moment),
-            None,
+            (e["time"] for e in steps if str(e["pid"]) != mark and e["time"] > moment), None
         )
 
     def round(self, mark: str, moment: float, took_s: float | None) -> Round:
@@ -215,12 +235,17 @@ class Theirs:
 
     def cancel(self) -> None:
         """End it, and wait until its job is gone."""
-        self.job.cancel()
-        self.cluster.clean()
+        kill_job(self.cluster, self.job.job)
 
     def text(self) -> str:
         """The end of the job's log."""
         return (self.job.out / "log").read_text()[-4000:]
+
+
+def kill_job(cluster: DevCluster, job: str) -> None:
+    """End a job without its grace, and bring its nodes back."""
+    cluster.run(["scancel", "--full", "--signal=KILL", job], check=False)
+    cluster.clean()
 
 
 def _step(event: Event) -> int:
@@ -239,15 +264,16 @@ def wait_for(look: Callable[[], Any], timeout_s: float) -> Any:
 
 def one_kill(side: Ours | Theirs, case: Case, cluster: DevCluster, chance: random.Random) -> Round:
     """Kill once somewhere between two saves, and wait for the next step."""
-    if not wait_for(side.ready, NEW_STEP_S):
+    if not wait_for(side.ready, START_S):
         sys.exit(f"the run did not train\n{side.text()}")
     time.sleep(chance.uniform(0.5, 2.5))
     node, kill_worker = side.victim()
-    mark, moment = side.mark(), time.time()
+    state, mark = open_state(str(cluster.state)), side.mark()
+    moment = time.time()
     if case.kills == "worker":
         kill_worker()
     else:
-        cluster.kill_node(node)
+        kill_nodes(state, [node])
     at = wait_for(lambda: side.first_step_after(mark, moment), NEW_STEP_S)
     if at is None:
         print(f"no new step within {NEW_STEP_S:g} s\n{side.text()}", file=sys.stderr)
@@ -262,7 +288,12 @@ def rounds_of(
     for kills in [count] if case.kills == "worker" else [1] * count:
         side = make()
         try:
-            found += [one_kill(side, case, cluster, chance) for _ in range(kills)]
+            for _ in range(kills):
+                found.append(one_kill(side, case, cluster, chance))
+                said = {k: v for k, v in asdict(found[-1]).items() if v not in (None, ())}
+                print(
+                    f"{type(side).__name__.lower()} {len(found)}/{count}: {said}", file=sys.stderr
+                )
         finally:
             side.cancel()
     return found
@@ -315,6 +346,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--cases", default=",".join([*CASES, "cpu"]))
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--markdown", action="store_true", help="print tables instead of JSON")
     options = parser.parse_args()
     cases = options.cases.split(",")
     if unknown := set(cases) - {*CASES, "cpu"}:
@@ -330,6 +362,7 @@ def main() -> None:
         "commit": commit,
         "machine": f"{os.cpu_count()} cores, {platform.machine()}, Linux {platform.release()}",
         "load_before": os.getloadavg()[0],
+        "rounds": options.rounds,
         "checkpoint_interval_steps": INTERVAL_STEPS,
     }
     # A shared file system is assumed by both sides; other users must be able to reach the script.
@@ -341,7 +374,11 @@ def main() -> None:
                     result[case] = measure(case, cluster, folder, options.rounds, options.seed)
         if "cpu" in cases:
             result["cpu"] = agent_cpu()
-    print(json.dumps(result, indent=1))
+    print(json.dumps(result, indent=1), file=sys.stderr if options.markdown else sys.stdout)
+    if options.markdown:
+        print(markdown(result))
+    if found := problems(result):
+        sys.exit("\n".join(found))
 
 
 if __name__ == "__main__":
