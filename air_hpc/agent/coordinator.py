@@ -10,7 +10,6 @@ say of an older one is not taken for the present one's.
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -25,9 +24,15 @@ from air_hpc.agent.generation import CannotStart, Generation
 from air_hpc.agent.limit import LIMIT_SIGNAL, LimitTimer
 from air_hpc.agent.liveness import Prober
 from air_hpc.agent.members import Member
+from air_hpc.agent.opening import (
+    STORAGE_PATIENCE_S,
+    STORAGE_RETRY_S,
+    attempt_facts,
+    claim_attempt,
+)
 from air_hpc.agent.record import BackgroundRecord, Record
+from air_hpc.agent.roster import Roster
 from air_hpc.agent.scheduler import Scheduler
-from air_hpc.agent.watching import FitnessWatch, NodeWatch
 from air_hpc.errors import EXIT_DO_NOT_RESTART, EXIT_ENVIRONMENT, EXIT_OK, EnvironmentFailure
 from air_hpc.plan.frozen import FrozenRun
 from air_hpc.plan.resize import plan_for, sizes
@@ -46,16 +51,12 @@ from air_hpc.recovery.stragglers import Change
 from air_hpc.rundir.atomic import make_dir
 from air_hpc.rundir.commit import mark_bad
 from air_hpc.rundir.events import Kind, read_ledger
-from air_hpc.rundir.fence import Fenced, Token, claim, claim_next_attempt
+from air_hpc.rundir.fence import Fenced, Token, claim
 from air_hpc.rundir.layout import RunDir
 from air_hpc.rundir.state import RunStatus, fold
 from air_hpc.rundir.words import FailureClass, RunState, Verdict
-from air_hpc.runs.process import boot_id, start_time
 from air_hpc.session.messages import RECORDED
 
-STORAGE_PATIENCE_S = 60.0
-"""How long a start, of the attempt or of a generation, waits for a file system that refuses."""
-STORAGE_RETRY_S = 1.0
 STALL_S = 1.0
 """Ticks further apart than this are a stall of this process."""
 
@@ -89,11 +90,9 @@ class Coordinator:
         self._clock = clock
         self._wall_clock = wall_clock
         self._machine = RestartMachine(context.nodes, self._policy(), clock())
-        self._members: dict[str, Member] = {}
-        self._left: set[str] = set()
-        self._why_lost: dict[str, str] = {}
-        self._fitness = FitnessWatch(self._spec.recovery.preflight)
-        self._nodes = NodeWatch(self._spec.recovery, clock=clock, prober=prober)
+        self._roster = Roster(
+            context, frozen, record=self._record, say=say, clock=clock, prober=prober
+        )
         self._live: Generation | None = None
         self._signal: str | None = None
         self._limit = LimitTimer(self._spec, self._plan, ask)
@@ -126,23 +125,10 @@ class Coordinator:
         if self._status.terminal:
             self._dismiss_finished(self._status)
             return
-        self.token = self._claim_attempt()
+        self.token = claim_attempt(self._run, self._say)
         self._ledger = record(self._run, f"attempt-{self.token.attempt}", say=self._say)
         context = self._context
-        self._record(
-            Kind.ATTEMPT_STARTED,
-            job_id=context.job_id,
-            array_job_id=context.array_job_id,
-            array_task_id=context.array_task_id,
-            restart_count=context.restart_count,
-            nodes=list(context.nodes),
-            node_count=len(context.nodes),
-            scheduler=context.scheduler,
-            node=context.node,
-            pid=os.getpid(),
-            pid_start=start_time(os.getpid()),
-            boot_id=boot_id(),
-        )
+        self._record(Kind.ATTEMPT_STARTED, **attempt_facts(context))
         self._avoiding = Avoiding(
             self._run, self._frozen, record=self._record, say=self._say, wall_clock=self._wall_clock
         )
@@ -178,23 +164,6 @@ class Coordinator:
                 self._end_attempt(last.failure_class, last.evidence)
                 return
         self._limit.set(self._scheduler.end_time(), self._clock(), self._wall_clock())
-
-    def _claim_attempt(self) -> Token:
-        """Claim the attempt. A file system that refuses is tried again for a while: a start that
-        leaves no claim also leaves nothing that the next one could count it by, and so ends the
-        run's job for good."""
-        until = time.monotonic() + STORAGE_PATIENCE_S
-        refused = False
-        while True:
-            try:
-                return claim_next_attempt(self._run)
-            except OSError as error:
-                if time.monotonic() > until:
-                    raise
-                if not refused:
-                    self._say(f"the attempt could not be claimed ({error}); trying again")
-                refused = True
-                time.sleep(STORAGE_RETRY_S)
 
     def _dismiss_finished(self, status: RunStatus) -> None:
         """A start that finds a terminal verdict exits at once."""
@@ -233,7 +202,7 @@ class Coordinator:
                     self._tell("kill")
                 case restart.GiveUp(nodes):
                     for node in nodes:
-                        self._note_lost(node, "sent no end of its killed workers")
+                        self._roster.note_lost(node, "sent no end of its killed workers")
                 case restart.Decide():
                     self._end_generation()
                 case restart.StoppedIdle():
@@ -260,7 +229,7 @@ class Coordinator:
         if self._rejects_unfit(nodes):
             self._do(self._machine.withdraw(self._clock()))
             return
-        members = [self._members[node] for node in nodes]
+        members = [self._roster[node] for node in nodes]
         plan = plan_for(self._spec, self._plan, len(nodes))
         assert plan is not None, "the machine knows no other sizes"
         found: CannotStart | tuple[int, ...] | None
@@ -295,9 +264,9 @@ class Coordinator:
             self._spec,
             found,
             skipped_batches=self._status.skipped_batches,
-            preflight=self._fitness.ranks_due,
+            preflight=self._roster.fitness.ranks_due,
         )
-        self._fitness.ranks_due = False
+        self._roster.fitness.ranks_due = False
         self._record(
             Kind.GENERATION_STARTED,
             world_size=plan.world_size,
@@ -336,15 +305,11 @@ class Coordinator:
 
     def _rejects_unfit(self, nodes: Sequence[str]) -> bool:
         """Whether any of these nodes must not train, by what all of them said of themselves."""
-        found = self._fitness.judge(nodes)
-        for note in found.notes:
-            self._say(f"pre-flight: {note}")
-        for node, reason in found.unfit.items():
-            self._say(f"{node} is unfit: {reason}")
-            self._why_lost[node] = f"unfit: {reason}"
+        unfit = self._roster.unfit(nodes)
+        for node, reason in unfit.items():
             self._machine.reject(node, self._clock())
             self._avoid(node, FailureClass.DEVICE, f"pre-flight: {reason}")
-        return bool(found.unfit)
+        return bool(unfit)
 
     def _end_generation(self) -> None:
         """All its workers have ended, or their nodes were given up: class and verdict."""
@@ -403,8 +368,8 @@ class Coordinator:
         if failure.failure_class is not FailureClass.DEVICE and not excludes:
             return
         node = live.ends[failure.rank].node
-        self._fitness.ask_again(self._clock())
-        if self._fitness.failed_before(node) or excludes:
+        self._roster.fitness.ask_again(self._clock())
+        if self._roster.fitness.failed_before(node) or excludes:
             self._avoid(node, failure.failure_class, failure.evidence)
             self._machine.reject(node, self._clock())
 
@@ -445,10 +410,7 @@ class Coordinator:
         if self.outcome is not None or node in self._machine.lost:
             self._on_late(node, message)
             return
-        member = self._members.get(node)
-        if member is not None:
-            member.heard = now
-            self._nodes.heard(node, now)
+        member = self._roster.heard(node, now)
         if kind == "hello":
             self._register(node, message, now)
         elif kind == "signal":
@@ -458,14 +420,13 @@ class Coordinator:
         elif kind == "disowned":
             self._on_disowned(node)
         elif kind == "bye":
-            self._left.add(node)
-            self._nodes.forget(node)
+            self._roster.said_bye(node)
         elif member is None:
             return
         elif kind == "heartbeat":
             self._on_heartbeat(member, message, now)
         elif kind == "preflight":
-            self._fitness.told_again(node, message)
+            self._roster.fitness.told_again(node, message)
         elif self._live is None or message.get("token") != str(self._live.token):
             return
         elif kind == "worker":
@@ -492,7 +453,7 @@ class Coordinator:
         """What is said after the end, and by a node that was given up: both are to leave."""
         kind = message["type"]
         if kind == "bye":
-            self._left.add(node)
+            self._roster.said_bye(node)
         elif self.outcome is not None:
             if kind == "heartbeat":
                 self._acknowledge(node, message)
@@ -508,13 +469,7 @@ class Coordinator:
         if node not in self._context.nodes:
             self._socket.send(node, {"type": "leave", "exit_code": 1, "reason": "not a member"})
             return
-        if node not in self._members:
-            self._members[node] = Member.from_hello(node, message, now)
-            self._nodes.watch(self._members[node], now)
-            checks = self._fitness.told(node, message)
-            if checks:
-                seconds = message["facts"].get("preflight_s")
-                self._record(Kind.PREFLIGHT, node=node, seconds=seconds, checks=checks)
+        self._roster.welcome(node, message, now)
         self._socket.send(node, {"type": "welcome"})
 
     def _acknowledge(self, node: str, message: Message) -> None:
@@ -523,7 +478,7 @@ class Coordinator:
     def _on_heartbeat(self, member: Member, message: Message, now: float) -> None:
         self._acknowledge(member.node, message)
         if now - self._last_tick <= STALL_S:  # else it may have waited here
-            self._fitness.beat(member.node, message.get("wall_time"), self._wall_clock())
+            self._roster.fitness.beat(member.node, message.get("wall_time"), self._wall_clock())
         if not member.arrived:
             # Not by its hello, which may be long ago: it has not been heard yet by this process.
             member.arrived = True
@@ -597,7 +552,7 @@ class Coordinator:
         live.ends.update((end.rank, end) for end in ends)
         failed = any(end.failed for end in ends)
         if failed:
-            self._nodes.suspect_all(now)
+            self._roster.suspect_all(now)
         all_ended = live.node_ended(node)
         is_cause = any(end.is_cause for end in ends) and not self._machine.killed
         self._do(
@@ -612,7 +567,7 @@ class Coordinator:
         if node == self._context.node:
             self.fail(RuntimeError(why))
             return
-        self._note_lost(node, why)
+        self._roster.note_lost(node, why)
         self._do(self._machine.lose(node, self._clock()))
 
     def _on_disowned(self, node: str) -> None:
@@ -621,32 +576,18 @@ class Coordinator:
         if node != self._context.node:
             self._lose(node, why)
         elif not self._ending.final:
-            self._note_lost(node, why)
+            self._roster.note_lost(node, why)
             self._tell("kill")
             self._end_attempt(FailureClass.NODE_LOST, f"{node}: {why}")
 
-    def _note_lost(self, node: str, why: str) -> None:
-        member = self._members.get(node)
-        silent_s = None if member is None else round(self._clock() - member.heard, 1)
-        self._why_lost[node] = why
-        self._nodes.forget(node)
-        self._record(Kind.NODE_LOST, node=node, why=why, silent_s=silent_s)
-        self._say(f"node {node} is lost: {why}")
-
     def _look_at_nodes(self, now: float) -> None:
-        if unproven := self._nodes.newly_unproven():
-            lease_s = self._spec.recovery.lease_s
-            self._say(
-                f"the probe port of {', '.join(unproven)} cannot be reached (a firewall between "
-                f"the nodes?): their loss is found after recovery.lease_s={lease_s:g} only"
-            )
-        for lost in self._nodes.tick(now):
-            self._lose(lost.node, f"silent for {lost.silent_s:.1f} s: {lost.why}")
+        for node, why in self._roster.tick(now):
+            self._lose(node, why)
 
     def _look_at_workers(self, live: Generation, now: float) -> None:
         """Hangs and stragglers of the live generation."""
         for slow in live.stragglers.tick(now):
-            devices = self._members[slow.node].devices
+            devices = self._roster[slow.node].devices
             self._record(
                 Kind.STRAGGLER,
                 rank=slow.rank,
@@ -704,7 +645,7 @@ class Coordinator:
         if self.outcome is not None:
             return
         if stalled:
-            self._nodes.forgive(stalled, now)
+            self._roster.forgive(stalled, now)
         if self._ledger is not None:
             self._ledger.tick()
         self._poll_ending()
@@ -722,27 +663,16 @@ class Coordinator:
     # -- the end -----------------------------------------------------------------------------------
 
     def _end_as_too_few(self, missing: Sequence[str], arrived: int) -> None:
-        found = [f"{node}: {self._why_lost[node]}" for node in missing if node in self._why_lost]
-        silent = [self._named(node) for node in missing if node not in self._why_lost]
-        if silent:
-            limit = f"launch.start_timeout_s={self._spec.launch.start_timeout_s:g}"
-            found.append(f"did not arrive within {limit}: {', '.join(silent)}")
         if not self._machine.unfit.isdisjoint(missing):
             failure_class = FailureClass.DEVICE
         elif self._machine.generation:
             failure_class = FailureClass.NODE_LOST
         else:
             failure_class = FailureClass.NOT_ARRIVED
-        evidence = "; ".join(found)
+        evidence = self._roster.why_missing(missing)
         if self._machine.generation:
             evidence = f"too few nodes to go on, {arrived} left: {evidence}"
         self._end_attempt(failure_class, evidence)
-
-    def _named(self, node: str) -> str:
-        """A node with the ranks that it would have had."""
-        per_node = self._plan.devices_per_node
-        first = self._context.nodes.index(node) * per_node
-        return f"{node} (ranks {first}-{first + per_node - 1})"
 
     def fail(self, error: Exception) -> None:
         """End the attempt for an error of the coordinator's own process."""
@@ -788,10 +718,10 @@ class Coordinator:
         """Start the pause before the next generation, once nodes that are checked anew are done."""
         if self._going_on is None:
             return
-        for node in self._fitness.to_ask(self._machine.fit, now):
+        for node in self._roster.fitness.to_ask(self._machine.fit, now):
             request = str(self.token)
             self._socket.send(node, {"type": "preflight", "request": request})
-        if self._fitness.awaits(self._machine.fit, now) and self._signal is None:
+        if self._roster.fitness.awaits(self._machine.fit, now) and self._signal is None:
             return
         decision, self._going_on = self._going_on, None
         self._do(self._machine.decided(go_on=True, delay_s=decision.delay_s, now=now))
@@ -816,14 +746,14 @@ class Coordinator:
     @property
     def everyone_left(self) -> bool:
         """Whether every node that is not lost has said that it leaves."""
-        return self._left | self._machine.lost >= set(self._context.nodes)
+        return self._roster.all_left_but(self._machine.lost)
 
     def fileno(self) -> int:
         """Ready when a probe of a node has ended."""
-        return self._nodes.fileno()
+        return self._roster.fileno()
 
     def close(self) -> None:
         """Close the ledger and the probes."""
-        self._nodes.close()
+        self._roster.close()
         if self._ledger is not None:
             self._ledger.close()

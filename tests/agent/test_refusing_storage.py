@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from air_hpc.agent import coordinator
+from air_hpc.agent import opening
 from air_hpc.agent.record import BackgroundRecord, Record
 from air_hpc.errors import EXIT_ENVIRONMENT
 from air_hpc.rundir.events import Event, Kind, LedgerWriter, read_ledger
@@ -137,7 +137,7 @@ def test_a_start_waits_until_it_can_be_claimed(
     run: RunDir, play: Callable[..., Play], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     back = hide(run.tokens_dir)
-    monkeypatch.setattr(coordinator.time, "sleep", lambda _: back())
+    monkeypatch.setattr(opening.time, "sleep", lambda _: back())
     one = play()
     assert newest_token(run) == Token(1, 1)
     assert "could not be claimed" in one.said[0]
@@ -169,7 +169,7 @@ def test_a_generation_that_can_never_be_claimed_ends_the_attempt(
     one.hello(*NODES)
     with hidden(run.tokens_dir):
         one.failed_all("network")
-        one.wait(coordinator.STORAGE_PATIENCE_S + 3)
+        one.wait(opening.STORAGE_PATIENCE_S + 3)
         assert one.end[0] is FailureClass.STORAGE
 
 
