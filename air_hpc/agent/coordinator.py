@@ -581,8 +581,13 @@ class Coordinator:
             self._end_attempt(FailureClass.NODE_LOST, f"{node}: {why}")
 
     def _look_at_nodes(self, now: float) -> None:
-        for node, why in self._roster.tick(now):
-            self._lose(node, why)
+        for lost in self._roster.tick(now):
+            why = f"silent for {lost.silent_s:.1f} s: {lost.why}"
+            self._lose(lost.node, why)
+            # Where most are gone it is this node that is cut off.
+            few = 2 * len(self._machine.lost) <= len(self._context.nodes)
+            if lost.machine_is_gone and few and lost.node != self._context.node:
+                self._avoid(lost.node, FailureClass.NODE_LOST, why)
 
     def _look_at_workers(self, live: Generation, now: float) -> None:
         """Hangs and stragglers of the live generation."""

@@ -14,6 +14,7 @@ from air_hpc.agent.liveness import Prober
 from air_hpc.agent.members import Member
 from air_hpc.agent.watching import FitnessWatch, NodeWatch
 from air_hpc.plan.frozen import FrozenRun
+from air_hpc.recovery.detector import Lost
 from air_hpc.rundir.events import Kind
 
 
@@ -122,18 +123,15 @@ class Roster:
         """The coordinator itself stood still so long."""
         self._watch.forgive(stalled_s, now)
 
-    def tick(self, now: float) -> list[tuple[str, str]]:
-        """The nodes that are lost now, with the reason; they are noted by `note_lost`."""
+    def tick(self, now: float) -> list[Lost]:
+        """The nodes that are lost now; the caller notes them by `note_lost`."""
         if unproven := self._watch.newly_unproven():
             lease_s = self._spec.recovery.lease_s
             self._say(
                 f"the probe port of {', '.join(unproven)} cannot be reached (a firewall between "
                 f"the nodes?): their loss is found after recovery.lease_s={lease_s:g} only"
             )
-        return [
-            (lost.node, f"silent for {lost.silent_s:.1f} s: {lost.why}")
-            for lost in self._watch.tick(now)
-        ]
+        return self._watch.tick(now)
 
     def fileno(self) -> int:
         """Ready when a probe of a node has ended."""

@@ -105,6 +105,11 @@ class Lost:
     why: str
     silent_s: float
 
+    @property
+    def machine_is_gone(self) -> bool:
+        """Whether the machine itself answers nothing, and not only the agent on it."""
+        return self.why == _CUT_OFF
+
 
 @dataclass
 class _Node:

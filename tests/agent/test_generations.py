@@ -285,6 +285,28 @@ class TestFewerNodes:
         ended = one.event(Kind.GENERATION_ENDED).facts
         assert (ended["failure_class"], ended["verdict"]) == ("node_lost", "continue")
 
+    def test_a_machine_that_died_is_avoided_for_a_while(
+        self, tmp_path: Path, play: Callable[..., Play]
+    ) -> None:
+        """Slurm takes minutes to find out, and could hand it out again."""
+        one = self.begin(tmp_path, play, "recovery.restart=spare", "recovery.spare_nodes=1")
+        one.wait(6, beating=("n1", "n3"))
+        (standing,) = active(read_exclusions(one.run.runs_dir).entries, one.now + 1e9)
+        assert (standing.node, standing.failure_class) == ("n2", "node_lost")
+        assert standing.until - standing.time == 3600
+
+    def test_an_agent_that_died_alone_is_held_against_no_machine(
+        self, tmp_path: Path, play: Callable[..., Play]
+    ) -> None:
+        one = self.begin(tmp_path, play, "recovery.restart=spare", "recovery.spare_nodes=1")
+        one.prober.gone = {"n2"}
+        for _ in range(40):
+            one.now += 0.1
+            one.beat("n1", "n3")
+            one.coordinator.tick()
+        assert one.event(Kind.NODE_LOST).facts["node"] == "n2"
+        assert read_exclusions(one.run.runs_dir).entries == ()
+
     def test_a_lost_spare_disturbs_nobody(self, tmp_path: Path, play: Callable[..., Play]) -> None:
         one = self.begin(tmp_path, play, "recovery.restart=spare", "recovery.spare_nodes=1")
         one.wait(6, beating=NODES)
