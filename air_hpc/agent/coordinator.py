@@ -631,7 +631,7 @@ class Coordinator:
 
         The one ahead of the time limit may come long before the last save has to begin.
         """
-        if name == LIMIT_SIGNAL and self._limit.asks_again(self._scheduler.end_time):
+        if name == LIMIT_SIGNAL and self._limit.asks_again(self._scheduler.end_time, self._clock()):
             return
         self._request_stop(name, node)
 

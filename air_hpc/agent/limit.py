@@ -3,6 +3,7 @@
 The scheduler is told a lead at submission (`plan.lead_s`), an estimate; its signal may come 60 s
 earlier still. Once saves were measured the agent knows better: it goes by a timer of its own, and
 takes the signal for a reason to ask what the limit is now, since a site or its user may move it.
+One that comes long before the scheduler's could was sent by somebody who wants the run to stop.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from air_hpc.recovery.reliability import last_save_lead_s
 LIMIT_SIGNAL = "SIGUSR2"
 _BASE_S = 60.0
 """To agree, to end the step, and for what Slurm may be late or early by."""
+_EARLY_S = 60.0 + 30.0
+"""How much ahead of its time the scheduler's signal may come: sbatch(1) says 60 s; and clocks."""
 
 
 class LimitTimer:
@@ -57,9 +60,11 @@ class LimitTimer:
         if isinstance(duration_s, int | float) and math.isfinite(duration_s):
             self._durations_s.append(float(duration_s))
 
-    def asks_again(self, end_time: Callable[[], float | None]) -> bool:
+    def asks_again(self, end_time: Callable[[], float | None], now: float) -> bool:
         """The scheduler's signal came: whether it is enough to ask what the limit is now."""
         if self._ends_at is None or not self._durations_s or not self._measures or self._rang:
+            return False
+        if now < self._ends_at - self._first_s - _EARLY_S:
             return False
         if self._question is None:
             self._question = self._ask(end_time)
