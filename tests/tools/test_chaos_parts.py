@@ -63,8 +63,10 @@ def test_times_that_do_not_fit_what_was_seen_from_outside_are_told() -> None:
         Event(60.0, "attempt_ended", token, {"failure_class": "completed", "verdict": "stop"}),
     ]
     status = fold(events)
-    assert time_problems(events, status, 62.0) == []
-    assert time_problems(events, status, 100.0) != []
+    assert time_problems(events, status, (58.0, 62.0)) == []
+    assert time_problems(events, status, (50.0, 100.0)) == [], "a slow submission"
+    assert time_problems(events, status, (96.0, 100.0)) != []
+    assert time_problems(events, status, (20.0, 25.0)) != []
 
 
 def test_a_commit_of_a_fenced_token_is_a_violation() -> None:

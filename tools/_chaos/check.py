@@ -20,6 +20,8 @@ from air_hpc.rundir.state import RunStatus
 from air_hpc.rundir.words import RunState
 
 ELASTIC_TOLERANCE = 0.02
+LOST = ("ended ", "waited ", "losses: ", "interrupted ")
+"""How the violations of a run begin that did not finish, or not with the right numbers."""
 LISTENING = "0A"
 """TCP_LISTEN in /proc/net/tcp, proc_net(5)."""
 
@@ -48,34 +50,40 @@ def loss_problems(
     """Every step once, each loss the undisturbed run's."""
     problems = []
     if missing := sorted(reference.keys() - found.keys()):
-        problems.append(f"{len(missing)} steps have no sample that counts, {missing[0]} first")
+        problems.append(
+            f"losses: {len(missing)} steps have no sample that counts, {missing[0]} first"
+        )
     if extra := sorted(found.keys() - reference.keys()):
-        problems.append(f"{len(extra)} steps too many, {extra[0]} first")
+        problems.append(f"losses: {len(extra)} steps too many, {extra[0]} first")
     for step in sorted(found.keys() & reference.keys()):
         exact = exact_to is None or step <= exact_to
         limit = 0.0 if exact else ELASTIC_TOLERANCE * abs(reference[step])
         if not abs(found[step] - reference[step]) <= limit:
             problems.append(
-                f"the loss of step {step} is {found[step]!r}, undisturbed {reference[step]!r}"
+                f"losses: step {step} has {found[step]!r}, undisturbed {reference[step]!r}"
             )
             break
     return problems
 
 
 def time_problems(
-    events: Sequence[Event], status: RunStatus, wall_s: float | None, slack_s: float = 15.0
+    events: Sequence[Event],
+    status: RunStatus,
+    seen_s: tuple[float, float] | None,
+    slack_s: float = 15.0,
 ) -> list[str]:
     """The categories of the ledger sum to the time from its first event to the run's end, and,
-    where `wall_s` was seen from outside (no clock was stepped), that is about the truth."""
+    where no clock was stepped, that is about what was seen from outside: `seen_s` are the seconds
+    from the end of the submission, and from its beginning."""
     if not events or status.ended is None:
         return []
     spent, told = status.time.wall_s, max(0.0, status.ended - events[0].time)
     problems = []
     # A clock that stepped back stands still in the fold, so the sum may exceed the difference.
-    if spent < told - 1e-3 or (wall_s is not None and abs(spent - told) > 1e-3):
+    if spent < told - 1e-3 or (seen_s is not None and abs(spent - told) > 1e-3):
         problems.append(f"the ledger's times sum to {spent:.3f} s, its events span {told:.3f} s")
-    if wall_s is not None and abs(spent - wall_s) > slack_s:
-        problems.append(f"the ledger's times sum to {spent:.1f} s, the run took {wall_s:.1f} s")
+    if seen_s is not None and not seen_s[0] - slack_s <= spent <= seen_s[1] + slack_s:
+        problems.append(f"the ledger's times sum to {spent:.1f} s, the run took {seen_s[1]:.1f} s")
     for name in ("queued_s", "starting_s", "training_s", "lost_s", "stopping_s"):
         if getattr(status.time, name) < 0:
             problems.append(f"{name} is negative")

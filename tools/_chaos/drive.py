@@ -135,6 +135,7 @@ class Drive:
         self._injected_at = 0.0
         self._lost = 0
         """Steps lost until now, by the ledger."""
+        self._submit_s = 0.0
         self._starts = 0
         """Attempts and generations that had started at the last batch."""
 
@@ -164,6 +165,7 @@ class Drive:
         uri = "null" if proxy is None else proxy.uri
         started = time.monotonic()
         air_hpc(*words, f"tracking.uri={uri}", cluster=self.around.cluster)
+        self._submit_s = time.monotonic() - started
         (run,) = list_runs(self.runs_dir)
         self.outcome.run_id = run.run_id
         self.target = Target(self.around.cluster, run, self.runs_dir, self.clocks, proxy)
@@ -314,7 +316,9 @@ class Drive:
         if not problems:
             problems += check.loss_problems(losses(run), reference, check.exact_until(events))
             problems += self.around.sync(run, self.around.folder, proxy)
-        problems += check.time_problems(events, status, None if clocks else self.outcome.wall_s)
+        wall_s = self.outcome.wall_s
+        seen_s = None if clocks else (wall_s - self._submit_s, wall_s)
+        problems += check.time_problems(events, status, seen_s)
         problems += [] if clocks else check.fence_problems(events)
         problems += self._leftovers(run)
         self.outcome.violations += problems

@@ -200,9 +200,17 @@ def _time_limit(fault: Fault, target: Target, found: RunProcesses) -> str | None
     elapsed_s = time.time() - datetime.fromisoformat(shown["StartTime"]).timestamp()
     minutes = int((elapsed_s + 75) // 60) + 1
     target.cluster.run(["scontrol", "update", f"jobid={job}", f"timelimit={minutes}"])
-    # A requeued job keeps the shortened limit, which leaves no time to train in.
     words = ["scontrol", "update", f"jobid={job}", f"timelimit={TIME_LIMIT_MIN}"]
-    target.later(40, lambda: void(target.cluster.run(words, check=False)))
+
+    def restore() -> None:
+        """A requeued job keeps the shortened limit, which leaves no time to train in."""
+        now = target.cluster.job(job)
+        if now["JobState"] == "RUNNING" and now["Restarts"] == shown["Restarts"]:
+            target.later(1, restore)
+        else:
+            target.cluster.run(words, check=False)
+
+    target.later(1, restore)
     return f"the time limit of job {job} is {minutes} min now, {elapsed_s:.0f} s after its start"
 
 
@@ -324,10 +332,6 @@ def _clock(fault: Fault, target: Target, found: RunProcesses) -> str | None:
     aside.write_text(str(step_s))
     aside.replace(target.clocks / node)
     return f"the clock of {node} is off by {step_s:+} s"
-
-
-def void(_: object) -> None:
-    """Drop a result."""
 
 
 _INJECTORS: dict[Kind, Callable[[Fault, Target, RunProcesses], str | None]] = {

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from _chaos.check import ELASTIC_TOLERANCE, LOST
 from _chaos.drive import Injected, Outcome
 from _chaos.plan import Kind
 
@@ -34,19 +35,39 @@ def injected(outcomes: Sequence[Outcome]) -> list[tuple[Outcome, Injected]]:
     return [(o, entry) for o in outcomes for entry in o.injected if entry.done is not None]
 
 
+_PREFACE = (
+    "Runs of two nodes with two workers each train a small model on a real Slurm of one machine, "
+    "with dropout and accumulation, under each restart policy in turn. Faults come at random "
+    "moments of training, of a start and of a save, up to three together, before the run has "
+    "recovered from those before. After its end each run must be FINISHED, with every loss "
+    f"bit-equal to an undisturbed run's (within {ELASTIC_TOLERANCE:.0%} from where an elastic run "
+    "went on with fewer nodes), with each step once in exactly one MLflow run, a ledger whose "
+    "times sum to the wall time, and no process, port or temporary file left. A seed gives the "
+    "same plan each time; what comes of it also depends on the machine's timing.",
+)
+
+
+def _lost(outcomes: Sequence[Outcome]) -> int:
+    """Runs that did not finish, or whose numbers are not the undisturbed run's."""
+    return sum(any(p.startswith(LOST) for p in outcome.violations) for outcome in outcomes)
+
+
 def render(outcomes: Sequence[Outcome], about: Circumstances) -> str:
     """The whole report."""
     done = injected(outcomes)
     bad = violations(outcomes)
     skipped = sum(len(o.plan.faults) for o in outcomes) - len(done)
     lines = [
-        "# Chaos report",
+        "# Chaos: runs under random faults",
         "",
-        f"`{about.command}`, {about.date}, commit {about.commit}, {about.machine}.",
+        *_PREFACE,
         "",
-        f"{len(outcomes)} runs, {len(done)} faults injected, {skipped} planned ones found no moment"
-        f" (their run had ended, or nothing was there to be hit). **{bad} runs with violations.** "
-        f"Took {about.took_s / 60:.1f} minutes, {about.runs_at_once} runs at once.",
+        f"Written by `{about.command}` on {about.date}, commit {about.commit}, {about.machine}, "
+        f"{about.runs_at_once} runs at once, in {about.took_s / 60:.1f} minutes.",
+        "",
+        f"**{len(outcomes)} runs, {len(done)} faults injected, {_lost(outcomes)} runs lost, "
+        f"{bad} with a violation of any kind.** {skipped} planned faults found no moment: their "
+        "run had ended, or nothing was there to be hit.",
         "",
         *_table(outcomes),
         "",
