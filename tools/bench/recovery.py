@@ -358,6 +358,8 @@ def main() -> None:
     if reason := why_no_cluster():
         sys.exit(f"no test cluster: {reason}")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # Whoever ends it early must not leave a cluster behind.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
     ).stdout.strip()
