@@ -59,6 +59,7 @@ from tests.slurm_cluster import DevCluster, why_no_cluster  # noqa: E402
 
 WORKERS = 2
 INTERVAL_STEPS = 50
+BEGUN = time.monotonic()
 START_S, NEW_STEP_S = 600.0, 240.0
 """How long a start, and a new step after a kill, are waited for at most."""
 MODEL = (
@@ -262,6 +263,11 @@ def wait_for(look: Callable[[], Any], timeout_s: float) -> Any:
     return value
 
 
+def say(text: str) -> None:
+    """How far it is, with the seconds since the start."""
+    print(f"[{time.monotonic() - BEGUN:4.0f} s] {text}", file=sys.stderr, flush=True)
+
+
 def one_kill(side: Ours | Theirs, case: Case, cluster: DevCluster, chance: random.Random) -> Round:
     """Kill once somewhere between two saves, and wait for the next step."""
     if not wait_for(side.ready, START_S):
@@ -276,7 +282,7 @@ def one_kill(side: Ours | Theirs, case: Case, cluster: DevCluster, chance: rando
         kill_nodes(state, [node])
     at = wait_for(lambda: side.first_step_after(mark, moment), NEW_STEP_S)
     if at is None:
-        print(f"no new step within {NEW_STEP_S:g} s\n{side.text()}", file=sys.stderr)
+        say(f"no new step within {NEW_STEP_S:g} s\n{side.text()}")
     return side.round(mark, moment, None if at is None else round(at - moment, 2))
 
 
@@ -291,9 +297,7 @@ def rounds_of(
             for _ in range(kills):
                 found.append(one_kill(side, case, cluster, chance))
                 said = {k: v for k, v in asdict(found[-1]).items() if v not in (None, ())}
-                print(
-                    f"{type(side).__name__.lower()} {len(found)}/{count}: {said}", file=sys.stderr
-                )
+                say(f"{type(side).__name__.lower()} {len(found)}/{count}: {said}")
         finally:
             side.cancel()
     return found
@@ -323,7 +327,7 @@ def measure(name: str, cluster: DevCluster, folder: Path, rounds: int, seed: int
             "never": len(found) - len(taken),
             "rounds": [{k: v for k, v in asdict(e).items() if v not in (None, ())} for e in found],
         }
-        print(f"{name} {side}: {result[side]['median_s']} s, {taken}", file=sys.stderr)
+        say(f"{name} {side}: {result[side]['median_s']} s, {taken}")
     return result
 
 
@@ -354,6 +358,8 @@ def main() -> None:
     if reason := why_no_cluster():
         sys.exit(f"no test cluster: {reason}")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # Whoever ends it early must not leave a cluster behind.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
     ).stdout.strip()
