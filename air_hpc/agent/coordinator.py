@@ -25,7 +25,7 @@ from air_hpc.agent.generation import CannotStart, Generation
 from air_hpc.agent.limit import LIMIT_SIGNAL, LimitTimer
 from air_hpc.agent.liveness import Prober
 from air_hpc.agent.members import Member
-from air_hpc.agent.record import Record
+from air_hpc.agent.record import BackgroundRecord, Record
 from air_hpc.agent.scheduler import Scheduler
 from air_hpc.agent.watching import FitnessWatch, NodeWatch
 from air_hpc.errors import EXIT_DO_NOT_RESTART, EXIT_ENVIRONMENT, EXIT_OK, EnvironmentFailure
@@ -76,6 +76,7 @@ class Coordinator:
         wall_clock: Callable[[], float] = time.time,
         ask: Ask = ThreadQuestion,
         prober: Prober | None = None,
+        record: Callable[..., Record] = BackgroundRecord,
     ) -> None:
         self._context = context
         self._run = run
@@ -101,11 +102,12 @@ class Coordinator:
         """Since when a generation cannot be started for the file system's sake."""
         self._last_tick = clock()
         self.outcome: Outcome | None = None
-        self._status = fold(read_ledger(run).events)
+        self._past = read_ledger(run).events
+        self._status = fold(self._past)
         self._committed = self._status.committed_step
         self.token: Token | None = None
         self._ledger: Record | None = None
-        self._open(ask)
+        self._open(ask, record)
         self.dismissed = self.outcome is not None
         """Whether this start found that there is nothing to do."""
 
@@ -120,12 +122,12 @@ class Coordinator:
 
     # -- the start of the attempt ------------------------------------------------------------------
 
-    def _open(self, ask: Ask) -> None:
+    def _open(self, ask: Ask, record: Callable[..., Record]) -> None:
         if self._status.terminal:
             self._dismiss_finished(self._status)
             return
         self.token = self._claim_attempt()
-        self._ledger = Record(self._run, f"attempt-{self.token.attempt}", say=self._say)
+        self._ledger = record(self._run, f"attempt-{self.token.attempt}", say=self._say)
         context = self._context
         self._record(
             Kind.ATTEMPT_STARTED,
@@ -144,8 +146,8 @@ class Coordinator:
         self._avoiding = Avoiding(
             self._run, self._frozen, record=self._record, say=self._say, wall_clock=self._wall_clock
         )
-        # Read again: an attempt before may have ended without a word, and counts all the same.
-        history = fold(read_ledger(self._run).events).ends
+        # Folded again: an attempt before may have ended without a word, and counts all the same.
+        history = self._folded().ends
         self._ending = Ending(
             context,
             self._run,
@@ -206,6 +208,12 @@ class Coordinator:
     def _record(self, kind: str, **facts: Any) -> None:
         if self._ledger is not None:
             self._ledger.append(kind, self.token, **facts)
+            if kind == Kind.ATTEMPT_ENDED:
+                self._ledger.flush()  # before its intent, which others carry out
+
+    def _folded(self) -> RunStatus:
+        """The run's status now, without a look at the disk: what others write changes nothing."""
+        return fold([*self._past, *(() if self._ledger is None else self._ledger.noted)])
 
     # -- the machine's actions ---------------------------------------------------------------------
 
@@ -771,7 +779,7 @@ class Coordinator:
 
     def _go_on(self, decision: Decision) -> None:
         """The next generation inside this attempt."""
-        self._status = fold(read_ledger(self._run).events)
+        self._status = self._folded()
         now = self._clock()
         self._going_on = decision
         self._try_to_go_on(now)

@@ -19,6 +19,7 @@ PRELOAD = (
     "numpy.random",
     # Deterministic algorithms are switched on there too: torch then imports it, for a whole second.
     "torch._inductor",
+    "torch.utils.serialization.config",
     "air_hpc.train.main",
     "air_hpc.train.loop",
     "air_hpc.train.peak",

@@ -11,6 +11,7 @@ from typing import Any
 from air_hpc.agent.channel import Message
 from air_hpc.agent.coordinator import Coordinator
 from air_hpc.agent.environment import JobContext
+from air_hpc.agent.record import Record
 from air_hpc.plan.frozen import read_run_yaml
 from air_hpc.recovery.cause import SlurmWord
 from air_hpc.recovery.detector import Answer
@@ -125,6 +126,7 @@ class Play:
         restart_count: int = 0,
         nodes: tuple[str, ...] = NODES,
         local: bool = False,
+        record: Callable[..., Record] = Record,
     ) -> None:
         self.run = run
         self.nodes = nodes
@@ -147,6 +149,7 @@ class Play:
             wall_clock=lambda: self.now + 1e9,
             ask=AnsweredAtOnce,
             prober=self.prober,  # type: ignore[arg-type]
+            record=record,
         )
 
     # -- what nodes say --

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from air_hpc.agent import coordinator
-from air_hpc.agent.record import Record
+from air_hpc.agent.record import BackgroundRecord, Record
 from air_hpc.errors import EXIT_ENVIRONMENT
-from air_hpc.rundir.events import Kind, read_ledger
+from air_hpc.rundir.events import Event, Kind, LedgerWriter, read_ledger
 from air_hpc.rundir.fence import Token, newest_token
 from air_hpc.rundir.layout import RunDir
 from air_hpc.rundir.words import FailureClass
@@ -81,6 +82,55 @@ def test_a_close_waits_for_the_file_system_and_says_what_is_lost(run: RunDir) ->
         gone.close(patience_s=1)
     assert "lost" in said[-1]
     assert "never" in said[-1]
+
+
+@pytest.fixture
+def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """A ledger whose writes do not return before the event is set."""
+    goes_on = threading.Event()
+    write = LedgerWriter.write
+
+    def hang(self: LedgerWriter, event: Event) -> None:
+        goes_on.wait(60)
+        write(self, event)
+
+    monkeypatch.setattr(LedgerWriter, "write", hang)
+    yield goes_on
+    goes_on.set()
+
+
+def test_a_ledger_that_hangs_is_written_once_it_answers(
+    run: RunDir, hanging: threading.Event
+) -> None:
+    record = BackgroundRecord(run, "attempt-1", say=void)
+    record.append("one", Token(1, 1))
+    record.append("two", Token(1, 1))
+    assert [event.kind for event in record.noted] == ["one", "two"]
+    assert kinds(run) == []
+    hanging.set()
+    record.flush()
+    assert kinds(run) == ["one", "two"]
+    record.append("three", Token(1, 1))
+    record.close()
+    assert kinds(run) == ["one", "two", "three"]
+
+
+def test_a_ledger_that_hangs_holds_up_neither_heartbeats_nor_the_next_generation(
+    tmp_path: Path, play: Callable[..., Play], hanging: threading.Event
+) -> None:
+    """The coordinator wrote it in its loop: twenty seconds of a slow disk, and all nodes left."""
+    run = build_run(tmp_path / "runs", *BASE, "recovery.restart=same")
+    one = play(run=run, record=BackgroundRecord)
+    one.hello(*NODES)
+    one.beat("n2")
+    assert one.socket.to("ack")[-1] == "n2"
+    one.failed_all("network")
+    assert one.token == "1.2"
+    assert len(one.socket.of("start")) == 4
+    assert kinds(run) == [Kind.SUBMITTED] or kinds(run) == []
+    hanging.set()
+    one.coordinator.close()
+    assert kinds(run).count(Kind.GENERATION_STARTED) == 2
 
 
 def test_a_start_waits_until_it_can_be_claimed(

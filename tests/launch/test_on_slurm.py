@@ -43,7 +43,9 @@ class Site:
         words = [self.python.executable, "-m", "tests.launch.submitter", str(self.runs_dir)]
         words += [str(number), json.dumps(options), *([submission_id] if submission_id else [])]
         environ = {**self.python.env, **(env or {})}
-        return self.cluster.run(words, self.user, env=environ, check=check, cwd=cwd or ROOT)
+        return self.cluster.run(
+            words, self.user, env=environ, check=check, cwd=cwd or ROOT, timeout_s=300
+        )
 
     def submit(self, behaviour: str, number: int = 1, **options: Any) -> dict[str, Any]:
         extra = {key: options.pop(key) for key in ("env", "cwd") if key in options}
