@@ -16,6 +16,7 @@ from _chaos import check
 from _chaos.faults import TIME_LIMIT_MIN, Target, inject
 from _chaos.mlflow import Proxy
 from _chaos.plan import ENDS_GENERATION, Batch, Fault, Kind, RunPlan, When
+from air_hpc.errors import AirHpcError
 from air_hpc.rundir.events import read_ledger
 from air_hpc.rundir.fence import Token, newest_token
 from air_hpc.rundir.layout import RunDir, list_runs
@@ -154,6 +155,9 @@ class Drive:
             self.outcome.violations.append("interrupted before its end")
         except AssertionError as error:
             self.outcome.violations.append(f"a command failed: {str(error)[-2000:]}")
+        except (subprocess.TimeoutExpired, OSError, AirHpcError) as error:
+            # The other runs of the campaign, and its report, do without this one.
+            self.outcome.violations.append(f"a command failed: {str(error)[:2000]}")
         finally:
             self._clean_up(proxy)
         return self.outcome
