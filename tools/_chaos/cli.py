@@ -32,7 +32,7 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("--faults", type=int, required=True, metavar="N")
     parser.add_argument("--seed", type=int, required=True, metavar="S")
-    parser.add_argument("--runs-at-once", type=int, default=2, metavar="R")
+    parser.add_argument("--runs-at-once", type=int, default=3, metavar="R")
     parser.add_argument("--nodes", type=int, metavar="N",
                         help="of the cluster (default: 3 a run at once, and 2)")  # fmt: skip
     parser.add_argument("--steps", type=int, default=STEPS, metavar="N", help="of each run")

@@ -109,14 +109,14 @@ def run_words(plan: RunPlan, around: Surroundings, runs_dir: Path, clocks: Path)
         *model_words(plan.policy, around.steps),
         "cluster=slurm", "launch.nodes=2", "launch.devices_per_node=2", "launch.partition=low",
         f"launch.time_limit_min={TIME_LIMIT_MIN}", "launch.lead_s=150", "cluster.grace_s=15",
-        "launch.start_timeout_s=90", f"runs_dir={runs_dir}", f"data.cache_dir={around.folder}/data",
+        "launch.start_timeout_s=60", f"runs_dir={runs_dir}", f"data.cache_dir={around.folder}/data",
         f"cluster.node_local_dir={around.folder}/local", "checkpoint.keep_last=3",
         "cluster.env={" + f"PYTHONPATH: '{around.site}', AIR_HPC_CHAOS_CLOCK: '{clocks}'" + "}",
         f"recovery.restart={plan.policy}", *policy,
         "recovery.max_failures=1000", "recovery.max_unknown=1000", "recovery.max_no_progress=1000",
         "recovery.exclusion.enabled=false", "recovery.stop_timeout_s=30",
         "recovery.preflight.min_disk_bytes=0", "recovery.preflight.max_clock_skew_s=null",
-        "recovery.heartbeat_timeout_s=10", "recovery.lease_s=20", "train.collective_timeout_s=60",
+        "recovery.heartbeat_timeout_s=8", "recovery.lease_s=15", "train.collective_timeout_s=60",
         *[f"recovery.hang.{phase}_s={floor_s}" for phase, floor_s in HANG_FLOORS_S.items()],
     ]  # fmt: skip
 
