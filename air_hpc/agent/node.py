@@ -140,6 +140,7 @@ class NodeAgent:
         if not self._welcomed:
             self._welcomed = True
             self._heard = self._clock()
+            self._orphaned = None  # late, but there
 
     def _on_ack(self, message: Message) -> None:
         sent = self._sent.pop(message["sequence"], None)
@@ -352,11 +353,11 @@ class NodeAgent:
         self._last_tick = now
         if self.exit_code is not None:
             return
-        if not self._welcomed:
-            self._tick_hello(now)
-            return
         if self._orphaned is not None:
             self._tick_orphaned(now, self._orphaned)
+            return
+        if not self._welcomed:
+            self._tick_hello(now)
             return
         self._start_pending()
         if self._preflight_awaited:
@@ -406,7 +407,14 @@ class NodeAgent:
             late = f"the coordinator on {self._context.nodes[0]} did not answer"
             if not self._starter.ready:
                 late = "the process that workers are forked from was not ready"
-            self._leave(EXIT_ENVIRONMENT, f"{late} within launch.start_timeout_s")
+            late += " within launch.start_timeout_s"
+            if self._starter.ready and self._context.node_index > 0:
+                # Lost before it welcomed anybody. One that waited in vain for others has the same
+                # deadline, and goes first.
+                self._say(late)
+                self._orphaned = now + TURN_S
+            else:
+                self._leave(EXIT_ENVIRONMENT, late)
 
     def _beat(self, now: float) -> None:
         self._next_heartbeat = now + self._recovery.heartbeat_interval_s

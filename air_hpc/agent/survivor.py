@@ -20,8 +20,9 @@ from air_hpc.agent.environment import JobContext
 from air_hpc.agent.scheduler import Scheduler
 from air_hpc.config.spec import RunSpec
 from air_hpc.rundir.events import Event, Kind, LedgerWriter, read_ledger
-from air_hpc.rundir.fence import newest_token
+from air_hpc.rundir.fence import Fenced, Token, claim_next_attempt, newest_token
 from air_hpc.rundir.layout import RunDir
+from air_hpc.rundir.state import fold
 from air_hpc.rundir.words import FailureClass, Verdict
 
 PAUSES_S = (0.0, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
@@ -38,13 +39,18 @@ def end_as_survivor(
     say: Callable[[str], None],
     pauses_s: Sequence[float] = PAUSES_S,
 ) -> None:
-    """End the attempt for a coordinator that is gone, unless it or somebody else has done so."""
+    """End the attempt for a coordinator that is gone, unless it or somebody else has done so.
+
+    A coordinator that was lost before it claimed this start left no trace that the next one could
+    count: then the start is claimed here, which also fences off one that was only stopped.
+    """
     token = newest_token(run)
-    if token is None:
-        return
     events = read_ledger(run).events
-    mine = [e for e in events if e.token is not None and e.token.attempt == token.attempt]
-    if not _is_under_way(mine, context):
+    if fold(events).terminal:
+        return
+    mine = [e for e in events if e.token is not None and token and e.token.attempt == token.attempt]
+    unclaimed = token is None or not _is_of_this_start(mine, context)
+    if not unclaimed and not _is_under_way(mine, context):
         say("this node was given up, or the attempt has ended: nothing to ask for")
         return
     word = _insist(scheduler.word, pauses_s)
@@ -52,21 +58,77 @@ def end_as_survivor(
         return
     requeues = spec.launch.continuation in ("requeue", "resubmit")
     verdict = Verdict.REQUEUE if requeues or spec.launch.continuation == "chain" else Verdict.STOP
+    try:
+        if unclaimed:
+            _tell_unclaimed(context, run, spec, verdict)
+        elif token is not None:
+            _tell_lost(context, run, spec, verdict, token)
+    except Fenced:
+        return
+    except OSError as error:
+        # The next start counts an attempt without a word; a job that nobody gives back runs on.
+        say(f"the end of the attempt could not be recorded: {error}")
+    accepted = _insist(scheduler.requeue if requeues else scheduler.cancel, pauses_s)
+    what = "a requeue" if requeues else "the job's end"
+    say(f"the coordinator is gone; asked for {what}: {'yes' if accepted else 'refused'}")
+
+
+def _tell_lost(
+    context: JobContext, run: RunDir, spec: RunSpec, verdict: Verdict, token: Token
+) -> None:
     first, lease_s = context.nodes[0], spec.recovery.lease_s
     evidence = f"no word from the coordinator on {first} for recovery.lease_s={lease_s:g}"
     with LedgerWriter(run, f"survivor-{token.attempt}-{context.node}") as ledger:
         ledger.append(Kind.NODE_LOST, token, node=first, why=evidence, silent_s=None)
+        _tell_end(ledger, token, context, FailureClass.NODE_LOST, verdict, evidence)
+
+
+def _tell_unclaimed(context: JobContext, run: RunDir, spec: RunSpec, verdict: Verdict) -> None:
+    """Claim the start and end it. Raises Fenced where somebody else is faster."""
+    first, timeout_s = context.nodes[0], spec.launch.start_timeout_s
+    evidence = f"{first} did not start the attempt within launch.start_timeout_s={timeout_s:g}"
+    token = claim_next_attempt(run)
+    with LedgerWriter(run, f"survivor-{token.attempt}-{context.node}") as ledger:
         ledger.append(
-            Kind.ATTEMPT_ENDED,
+            Kind.ATTEMPT_STARTED,
             token,
-            failure_class=FailureClass.NODE_LOST,
-            verdict=verdict,
-            reason=f"told by {context.node}, the lowest survivor",
-            evidence=evidence,
+            job_id=context.job_id,
+            array_job_id=context.array_job_id,
+            array_task_id=context.array_task_id,
+            restart_count=context.restart_count,
+            nodes=list(context.nodes),
+            node_count=len(context.nodes),
+            scheduler=context.scheduler,
+            node=context.node,
         )
-    accepted = _insist(scheduler.requeue if requeues else scheduler.cancel, pauses_s)
-    what = "a requeue" if requeues else "the job's end"
-    say(f"the coordinator is gone; asked for {what}: {'yes' if accepted else 'refused'}")
+        _tell_end(ledger, token, context, FailureClass.NOT_ARRIVED, verdict, evidence)
+
+
+def _tell_end(
+    ledger: LedgerWriter,
+    token: Token,
+    context: JobContext,
+    failure_class: FailureClass,
+    verdict: Verdict,
+    evidence: str,
+) -> None:
+    ledger.append(
+        Kind.ATTEMPT_ENDED,
+        token,
+        failure_class=failure_class,
+        verdict=verdict,
+        reason=f"told by {context.node}, the lowest survivor",
+        evidence=evidence,
+    )
+
+
+def _is_of_this_start(events: list[Event], context: JobContext) -> bool:
+    """Whether the attempt of these events is this start's, as far as they say."""
+    for event in events:
+        if event.kind == Kind.ATTEMPT_STARTED:
+            start = event.facts.get("job_id"), event.facts.get("restart_count")
+            return start == (context.job_id, context.restart_count)
+    return True
 
 
 def _is_under_way(events: list[Event], context: JobContext) -> bool:

@@ -118,10 +118,24 @@ def test_a_template_that_never_gets_ready_is_named(node: Node) -> None:
     assert "forked from was not ready" in node.said[-1]
 
 
-def test_a_coordinator_that_never_answers_is_left(node: Node) -> None:
+def test_a_coordinator_that_never_answers_is_given_up_after_it_could_have_ended(
+    node: Node,
+) -> None:
+    """Lost before it welcomed anybody, it once left its job running with no one in it."""
     node.wait(61)
-    assert node.agent.exit_code == EXIT_ENVIRONMENT
     assert "the coordinator on n1 did not answer" in node.said[-1]
+    assert node.agent.exit_code is None
+    assert node.lost == 0
+    node.wait(5)
+    assert node.agent.exit_code == EXIT_ENVIRONMENT
+    assert node.lost == 1
+
+
+def test_a_coordinator_that_answers_at_the_last_moment_is_joined(node: Node) -> None:
+    node.wait(61)
+    node.agent.on_message({"type": "welcome"})
+    node.wait(10)
+    assert node.agent.exit_code is None
     assert node.lost == 0
 
 

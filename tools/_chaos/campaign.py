@@ -44,9 +44,13 @@ class Options:
     """Where undisturbed losses are kept for the next campaign of the same code."""
 
 
-def execute(plans: Sequence[RunPlan], options: Options) -> list[Outcome]:
+def execute(
+    plans: Sequence[RunPlan],
+    options: Options,
+    on_end: Callable[[list[Outcome]], None] = lambda _: None,
+) -> list[Outcome]:
     """Run all plans; the outcomes in their order. An interrupted campaign ends its runs, leaves
-    nothing behind, and has the outcomes up to there."""
+    nothing behind, and has the outcomes up to there. `on_end` gets those known after each end."""
     folder = Path(tempfile.mkdtemp(prefix="air_hpc-chaos-", dir="/tmp"))
     folder.chmod(0o755)
     stop, outcomes = threading.Event(), list[Outcome]()
@@ -62,7 +66,7 @@ def execute(plans: Sequence[RunPlan], options: Options) -> list[Outcome]:
             cluster, folder, SITE, references, server.port if server else None, options.steps,
             options.patience_s, stop, _sync, _sayer(),
         )  # fmt: skip
-        outcomes += _all(plans, around, options.runs_at_once)
+        outcomes += _all(plans, around, options.runs_at_once, on_end)
     return outcomes
 
 
@@ -76,7 +80,15 @@ def _sayer() -> Callable[[str], None]:
     return say
 
 
-def _all(plans: Sequence[RunPlan], around: Surroundings, at_once: int) -> list[Outcome]:
+def _all(
+    plans: Sequence[RunPlan],
+    around: Surroundings,
+    at_once: int,
+    on_end: Callable[[list[Outcome]], None],
+) -> list[Outcome]:
+    ended: list[Outcome] = []
+    lock = threading.Lock()
+
     def live(plan: RunPlan) -> Outcome | None:
         if around.stop.is_set():
             return None
@@ -85,6 +97,9 @@ def _all(plans: Sequence[RunPlan], around: Surroundings, at_once: int) -> list[O
             f"run {plan.number} ({plan.policy}) ended after {outcome.wall_s:.0f} s: "
             + ("; ".join(outcome.violations)[:300] or "well")
         )
+        with lock:
+            ended.append(outcome)
+            on_end(sorted(ended, key=lambda each: each.plan.number))
         return outcome
 
     with ThreadPoolExecutor(at_once) as pool:

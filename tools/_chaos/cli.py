@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from _chaos.campaign import NODES_A_RUN, Options, execute
+from _chaos.drive import Outcome
 from _chaos.plan import MLFLOW, POLICIES, Kind, plans_for
 from _chaos.report import Circumstances, injected, render, violations
 from tests.slurm_cluster import why_no_cluster
@@ -31,7 +32,7 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("--faults", type=int, required=True, metavar="N")
     parser.add_argument("--seed", type=int, required=True, metavar="S")
-    parser.add_argument("--runs-at-once", type=int, default=2, metavar="R")
+    parser.add_argument("--runs-at-once", type=int, default=3, metavar="R")
     parser.add_argument("--nodes", type=int, metavar="N",
                         help="of the cluster (default: 3 a run at once, and 2)")  # fmt: skip
     parser.add_argument("--steps", type=int, default=STEPS, metavar="N", help="of each run")
@@ -43,7 +44,12 @@ def main(arguments: list[str]) -> int:
                         help="none: no server, and no faults of one")  # fmt: skip
     parser.add_argument("--patience", type=float, default=240, metavar="SECONDS",
                         help="for a new step after a fault (default %(default)s)")  # fmt: skip
-    parser.add_argument("--report", type=Path, metavar="FILE", help="markdown (default: stdout)")
+    parser.add_argument(
+        "--report",
+        type=Path,
+        metavar="FILE",
+        help="markdown, written anew after each run (default: stdout)",
+    )
     parser.add_argument("--keep", type=Path, metavar="FOLDER",
                         help="copy the ledgers and logs of runs with violations there")  # fmt: skip
     parser.add_argument("--references", type=Path, metavar="FOLDER",
@@ -82,6 +88,25 @@ def main(arguments: list[str]) -> int:
     for name in (signal.SIGTERM, signal.SIGINT):
         signal.signal(name, _interrupt)
     begun = time.monotonic()
+    date = datetime.now(UTC).date().isoformat()
+    commit = _commit()
+
+    def report(outcomes: list[Outcome]) -> str:
+        about = Circumstances(
+            seed=options.seed,
+            faults=options.faults,
+            runs_at_once=options.runs_at_once,
+            commit=commit,
+            date=date,
+            machine=f"{os.cpu_count()} cores, {platform.machine()}",
+            took_s=time.monotonic() - begun,
+            command="tools/chaos " + " ".join(arguments),
+        )
+        text = render(outcomes, about)
+        if options.report is not None:
+            options.report.write_text(text)
+        return text
+
     try:
         outcomes = execute(
             plans,
@@ -94,25 +119,14 @@ def main(arguments: list[str]) -> int:
                 keep=options.keep,
                 references=options.references,
             ),
+            report,
         )
     except KeyboardInterrupt:
         print("chaos: interrupted; everything it had started has been ended", file=sys.stderr)
         return 130
-    about = Circumstances(
-        seed=options.seed,
-        faults=options.faults,
-        runs_at_once=options.runs_at_once,
-        commit=_commit(),
-        date=datetime.now(UTC).date().isoformat(),
-        machine=f"{os.cpu_count()} cores, {platform.machine()}",
-        took_s=time.monotonic() - begun,
-        command="tools/chaos " + " ".join(arguments),
-    )
-    text = render(outcomes, about)
+    text = report(outcomes)
     if options.report is None:
         print(text)
-    else:
-        options.report.write_text(text)
     bad = violations(outcomes)
     print(f"chaos: {len(injected(outcomes))} faults, {bad} runs with violations", file=sys.stderr)
     return 1 if bad else 0

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import ClassVar, Self
 
-START_S = 120.0
+START_S = 300.0
 SLOW_S = 3.0
 HOP_HEADERS = {"connection", "transfer-encoding", "keep-alive", "content-length"}
 
