@@ -259,7 +259,7 @@ class Drive:
 
         with contextlib.suppress(TooLong):
             self._wait(attempt, f"a moment for {fault.kind}", INJECTABLE_S)
-        if found and fault.kind in ENDS_GENERATION:
+        if found and fault.kind in ENDS_GENERATION and not target.hit_idle:
             self._must_exceed = self._mark
         self._injected_at = time.monotonic()
         return found[0] if found else None

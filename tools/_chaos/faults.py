@@ -49,6 +49,8 @@ class Target:
     proxy: Proxy | None
     undo: list[tuple[float, Callable[[], None]]] = field(default_factory=list)
     damaged: set[int] = field(default_factory=set)
+    hit_idle: bool = False
+    """Whether the last fault hit a node without workers: the others train on, as they should."""
     revivals: list[threading.Thread] = field(default_factory=list)
 
     def later(self, after_s: float, call: Callable[[], None]) -> None:
@@ -82,6 +84,7 @@ class Target:
 def inject(fault: Fault, target: Target) -> str | None:
     """Do it; what was done, or None where it cannot be done now."""
     found = run_processes(target.run.path)
+    target.hit_idle = False
     if fault.kind in NEEDS_RESTART and not found.worker_nodes():
         return None
     done = _INJECTORS[fault.kind](fault, target, found)
@@ -118,19 +121,20 @@ def _signal_worker(
 
 
 def _kill_agent(fault: Fault, target: Target, found: RunProcesses) -> str | None:
-    return _signal_agent(fault, found, signal.SIGKILL, "killed")
+    return _signal_agent(fault, target, found, signal.SIGKILL, "killed")
 
 
 def _stop_agent(fault: Fault, target: Target, found: RunProcesses) -> str | None:
-    return _signal_agent(fault, found, signal.SIGSTOP, "stopped")
+    return _signal_agent(fault, target, found, signal.SIGSTOP, "stopped")
 
 
 def _signal_agent(
-    fault: Fault, found: RunProcesses, signum: signal.Signals, said: str
+    fault: Fault, target: Target, found: RunProcesses, signum: signal.Signals, said: str
 ) -> str | None:
     node = _pick(fault.place, sorted(found.agents))
     if node is None:
         return None
+    target.hit_idle = not found.workers.get(node)
     found.agents[node].send(signum)
     return f"{said} the agent of {node}, pid {found.agents[node].pid}"
 
@@ -160,6 +164,7 @@ def _lose(
     node = _pick(fault.place, sorted(found.agents))
     if node is None:
         return None
+    target.hit_idle = not found.workers.get(node)
     how(node)
     target.revive(node)
     return f"{said} {node}"
