@@ -143,9 +143,9 @@ class TestEnds:
         assert set(running.socket.to("kill")) == {"n1"}
         running.failed("n1", 0, 1, failure_class="network")
         failure_class, verdict, evidence = running.end
-        assert (failure_class, verdict) == (FailureClass.NODE_LOST, Verdict.REQUEUE)
+        assert (failure_class, verdict) == (FailureClass.NODE_LOST, Verdict.EXCLUDE_AND_REQUEUE)
         assert "n2 (at step 3)" in evidence
-        assert running.intent() == "requeue"
+        assert running.intent() == "requeue\nexclude=n2"
 
     def test_a_stall_of_our_own_is_not_held_against_the_nodes(self, running: Play) -> None:
         running.wait(2)

@@ -93,7 +93,7 @@ def test_a_lost_node_leaves_too_few_and_the_job_is_requeued(one: Play) -> None:
     one.wait(2)
     one.wait(6, beating=("n1",))
     one.failed("n1", 0, 1, failure_class="network")
-    assert one.end[:2] == (FailureClass.NODE_LOST, Verdict.REQUEUE)
+    assert one.end[:2] == (FailureClass.NODE_LOST, Verdict.EXCLUDE_AND_REQUEUE)
     assert one.event(Kind.NODE_LOST).facts["node"] == "n2"
 
 
@@ -328,7 +328,7 @@ class TestFewerNodes:
         assert (again["world_size"], list(again["ranks"]), again["node_rank"]) == (4, [2, 3], 1)
         one.wait(6, beating=("n1",))
         one.failed("n1", 0, 1, failure_class="network")
-        assert one.end[:2] == (FailureClass.NODE_LOST, Verdict.REQUEUE), "below min_nodes"
+        assert one.end[:2] == (FailureClass.NODE_LOST, Verdict.EXCLUDE_AND_REQUEUE)
 
     def fail_device(self, one: Play) -> None:
         """A device of n2 fails, and n2's own checks show it."""
