@@ -126,7 +126,7 @@ def test_a_killed_worker_is_replaced_within_the_allocation(
 def test_a_stopped_worker_is_named_and_replaced_within_the_allocation(
     run_with: Callable[..., RunDir], allocate: Callable[..., Allocation]
 ) -> None:
-    run = run_with(WITHOUT_END, "checkpoint.interval_steps=5", "recovery.hang.step_s=10")
+    run = run_with(WITHOUT_END, "checkpoint.interval_steps=5", "recovery.hang.step_s=15")
     one = allocate(run)
     one.wait_for(Kind.CHECKPOINT_COMMITTED)
     _, worker = one.workers_of("n2")

@@ -107,6 +107,8 @@ def test_ctrl_c_saves_and_ends_the_run(tmp_path: Path) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        # Whoever runs the tests in the background may have it ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     assert process.stdout is not None
     said = []

@@ -37,7 +37,7 @@ def main() -> None:
         },
     )
     for line in behaviour.get("prints", ()):
-        print(line)
+        print(line, flush=True)
     at_end = behaviour.get("at_end", "finish")
     if at_end == "leave_a_child":
         child = subprocess.Popen(["sleep", "1000"], stdout=subprocess.DEVNULL)
