@@ -194,9 +194,12 @@ def test_a_lost_or_stopped_coordinator_is_survived_by_a_requeue(
         end = events_of(run, "attempt_ended")[0].facts
         assert end["failure_class"] == FailureClass.NODE_LOST, story(run)
         assert "the lowest survivor" in end["reason"], story(run)
-        assert len(events_of(run, "attempt_started")) == 2, story(run)
         assert_ends_in_slurm(devcluster, run)
         assert devcluster.job(job_of(run))["Restarts"] == "1"
+    assert len(events_of(killed, "attempt_started")) == 2, story(killed)
+    # Workers go on while their coordinator stands still, and may get to the end before it is missed:
+    # then the second start finds nothing to do.
+    assert len(events_of(stopped, "attempt_started")) in (1, 2), story(stopped)
 
 
 @pytest.fixture
