@@ -197,8 +197,8 @@ def test_a_lost_or_stopped_coordinator_is_survived_by_a_requeue(
         assert_ends_in_slurm(devcluster, run)
         assert devcluster.job(job_of(run))["Restarts"] == "1"
     assert len(events_of(killed, "attempt_started")) == 2, story(killed)
-    # Workers go on while their coordinator stands still, and may get to the end before it is missed:
-    # then the second start finds nothing to do.
+    # Workers go on while their coordinator stands still, and may get to the end before it is
+    # missed: then the second start finds nothing to do.
     assert len(events_of(stopped, "attempt_started")) in (1, 2), story(stopped)
 
 
