@@ -9,6 +9,8 @@ Promises: pure arithmetic on seconds; nothing here knows a failure rate, which i
     expected_ettr        effective training time over wall time (closed form of Kokolis et al.,
                          "Revisiting reliability in large-scale machine learning research
                          clusters", arXiv 2410.21680)
+    first_order_ettr, renewal_ettr, best_interval_s   the same per second, Daly's complete form, and
+                         where the first is largest
     last_save_lead_s     how long ahead of a time limit the last save must begin
 
 What may go wrong: the closed form is of first order. It leaves out failures during restarts and
@@ -75,6 +77,47 @@ def interval_s(
     return min(max(wanted, low_s), high_s)
 
 
+def best_interval_s(failures_per_s: float, save_s: float, restart_s: float) -> float:
+    """The interval at which the closed form of the expected ETTR is largest, in seconds.
+
+    The root of d/dΔt (1 - λ(u0 + Δt/2)) / (1 + w/Δt): sqrt(w² + 2w(1 - λ·u0)/λ) - w, which is
+    Young's sqrt(2w/λ) while w and u0 are small against 1/λ. Infinite where nothing fails, and
+    Young's own where λ·u0 ≥ 1: there the closed form, of first order, has no best.
+    """
+    if failures_per_s < 0 or save_s < 0 or restart_s < 0:
+        raise ValueError(
+            f"a rate and times are at least 0, not {failures_per_s}, {save_s}, {restart_s}"
+        )
+    if failures_per_s == 0:
+        return math.inf
+    left = 1 - failures_per_s * restart_s
+    if left <= 0:
+        return math.sqrt(2 * save_s / failures_per_s)
+    return math.sqrt(save_s**2 + 2 * save_s * left / failures_per_s) - save_s
+
+
+def first_order_ettr(
+    failures_per_s: float, *, interval_s: float, save_s: float, restart_s: float
+) -> float:
+    """The closed form (1 - λ(u0 + Δt/2)) / (1 + w/Δt), at least 0 (arXiv 2410.21680): of first
+    order in λΔt and λ·u0."""
+    lost = failures_per_s * (restart_s + interval_s / 2)
+    return max(0.0, 1 - lost) / (1 + save_s / interval_s)
+
+
+def renewal_ettr(
+    failures_per_s: float, *, interval_s: float, save_s: float, restart_s: float
+) -> float:
+    """The ETTR of memoryless failures, not of first order: λΔt · exp(-λ·u0) / (exp(λ(Δt + w)) - 1).
+
+    Daly (FGCS 22, 2006), the complete model: a failed restart begins anew.
+    """
+    if failures_per_s == 0:
+        return interval_s / (interval_s + save_s)
+    grown = math.expm1(failures_per_s * (interval_s + save_s))
+    return failures_per_s * interval_s * math.exp(-failures_per_s * restart_s) / grown
+
+
 def expected_ettr(
     nodes: int,
     failures_per_node_day: float,
@@ -90,8 +133,12 @@ def expected_ettr(
     """
     if interval_s <= 0:
         raise ValueError(f"an interval is above 0, not {interval_s} s")
-    lost = (restart_s + interval_s / 2) / mttf_s(nodes, failures_per_node_day)
-    return max(0.0, 1 - lost) / (1 + blocking_s / interval_s)
+    return first_order_ettr(
+        1 / mttf_s(nodes, failures_per_node_day),
+        interval_s=interval_s,
+        save_s=blocking_s,
+        restart_s=restart_s,
+    )
 
 
 def p99_s(durations_s: Sequence[float]) -> float | None:

@@ -25,7 +25,6 @@ and kept; a generation of fewer nodes counts by its share of the full size.
 from __future__ import annotations
 
 import heapq
-import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -33,6 +32,7 @@ from itertools import count
 
 from air_hpc.config.spec import RecoverySpec
 from air_hpc.recovery.decide import decide
+from air_hpc.recovery.reliability import DAY_S
 from air_hpc.recovery.restart import (
     Action,
     Decide,
@@ -49,7 +49,6 @@ from air_hpc.recovery.restart import (
 from air_hpc.rundir.state import End
 from air_hpc.rundir.words import FailureClass, Verdict
 
-DAY_S = 86_400.0
 NEVER = 10**9
 """A budget that no simulated run spends."""
 
@@ -194,47 +193,6 @@ def simulate(
     """Run a scenario for `duration_s` of its own time; `trace` is told each of the machine's
     actions with its time. The run never finishes by itself, but a spent budget stops it."""
     return _Simulation(scenario, duration_s, seed, trace).run()
-
-
-def best_interval_s(failures_per_s: float, save_s: float, restart_s: float) -> float:
-    """The interval at which the closed form of the expected ETTR is largest, in seconds.
-
-    The root of d/dΔt (1 - λ(u0 + Δt/2)) / (1 + w/Δt): sqrt(w² + 2w(1 - λ·u0)/λ) - w, which is
-    Young's sqrt(2w/λ) while w and u0 are small against 1/λ. Infinite where nothing fails, and
-    Young's own where λ·u0 ≥ 1: there the closed form, of first order, has no best.
-    """
-    if failures_per_s < 0 or save_s < 0 or restart_s < 0:
-        raise ValueError(
-            f"a rate and times are at least 0, not {failures_per_s}, {save_s}, {restart_s}"
-        )
-    if failures_per_s == 0:
-        return math.inf
-    left = 1 - failures_per_s * restart_s
-    if left <= 0:
-        return math.sqrt(2 * save_s / failures_per_s)
-    return math.sqrt(save_s**2 + 2 * save_s * left / failures_per_s) - save_s
-
-
-def first_order_ettr(
-    failures_per_s: float, *, interval_s: float, save_s: float, restart_s: float
-) -> float:
-    """The closed form (1 - λ(u0 + Δt/2)) / (1 + w/Δt), at least 0 (arXiv 2410.21680): of first
-    order in λΔt and λ·u0."""
-    lost = failures_per_s * (restart_s + interval_s / 2)
-    return max(0.0, 1 - lost) / (1 + save_s / interval_s)
-
-
-def renewal_ettr(
-    failures_per_s: float, *, interval_s: float, save_s: float, restart_s: float
-) -> float:
-    """The ETTR of memoryless failures, not of first order: λΔt · exp(-λ·u0) / (exp(λ(Δt + w)) - 1).
-
-    Daly (FGCS 22, 2006), the complete model: a failed restart begins anew.
-    """
-    if failures_per_s == 0:
-        return interval_s / (interval_s + save_s)
-    grown = math.expm1(failures_per_s * (interval_s + save_s))
-    return failures_per_s * interval_s * math.exp(-failures_per_s * restart_s) / grown
 
 
 @dataclass

@@ -10,17 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from air_hpc.recovery import simulate as model
+from air_hpc.recovery.reliability import DAY_S, best_interval_s, first_order_ettr, renewal_ettr
 from air_hpc.recovery.restart import Action, Decide, RestartMachine, Start
-from air_hpc.recovery.simulate import (
-    DAY_S,
-    Outcome,
-    Scenario,
-    best_interval_s,
-    endless,
-    first_order_ettr,
-    renewal_ettr,
-    simulate,
-)
+from air_hpc.recovery.simulate import Outcome, Scenario, endless, simulate
 
 RATE = 6.5e-3
 """Failures per node-day of the published figures (arXiv 2410.21680)."""
