@@ -133,6 +133,15 @@ def test_a_ledger_that_hangs_holds_up_neither_heartbeats_nor_the_next_generation
     assert kinds(run).count(Kind.GENERATION_STARTED) == 2
 
 
+def restarting(run: RunDir, play: Callable[..., Play], folder: Path) -> Play:
+    """A coordinator whose generations follow each other in the allocation."""
+    same = build_run(folder / "same", *BASE, "recovery.restart=same")
+    run.run_yaml.write_text(same.run_yaml.read_text())
+    one = play()
+    one.hello(*NODES)
+    return one
+
+
 def test_a_start_waits_until_it_can_be_claimed(
     run: RunDir, play: Callable[..., Play], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,10 +155,7 @@ def test_a_start_waits_until_it_can_be_claimed(
 def test_a_generation_waits_until_it_can_be_claimed(
     run: RunDir, play: Callable[..., Play], tmp_path: Path
 ) -> None:
-    same = build_run(tmp_path / "same", *BASE, "recovery.restart=same")
-    run.run_yaml.write_text(same.run_yaml.read_text())
-    one = play()
-    one.hello(*NODES)
+    one = restarting(run, play, tmp_path)
     with hidden(run.tokens_dir):
         one.failed_all("network")
         one.wait(3)
@@ -163,10 +169,7 @@ def test_a_generation_waits_until_it_can_be_claimed(
 def test_a_generation_that_can_never_be_claimed_ends_the_attempt(
     run: RunDir, play: Callable[..., Play], tmp_path: Path
 ) -> None:
-    same = build_run(tmp_path / "same", *BASE, "recovery.restart=same")
-    run.run_yaml.write_text(same.run_yaml.read_text())
-    one = play()
-    one.hello(*NODES)
+    one = restarting(run, play, tmp_path)
     with hidden(run.tokens_dir):
         one.failed_all("network")
         one.wait(opening.STORAGE_PATIENCE_S + 3)
