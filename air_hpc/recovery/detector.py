@@ -33,7 +33,6 @@ Pure: the caller's clock (seconds, never backward) comes in with every call. `he
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Self
@@ -312,8 +311,3 @@ class Detector:
 
 def _begun(node: _Node) -> float:
     return float("-inf") if node.begun is None else node.begun
-
-
-def lost_text(lost: Iterable[Lost]) -> str:
-    """For people and the evidence line: `n3 (silent for 2.6 s: its agent is gone …)`."""
-    return ", ".join(f"{one.node} (silent for {one.silent_s:.1f} s: {one.why})" for one in lost)

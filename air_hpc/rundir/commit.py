@@ -27,7 +27,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -300,11 +300,20 @@ def verify_file(checkpoint: Checkpoint, name: str) -> None:
         )
 
 
-def verify_fully(checkpoint: Checkpoint) -> None:
-    """Names, sizes and every digest; raises CheckpointInvalid at the first that differs."""
+def verify_fully(
+    checkpoint: Checkpoint, progress: Callable[[int], None] = lambda done: None
+) -> None:
+    """Names, sizes and every digest; raises CheckpointInvalid at the first that differs.
+
+    `progress` is told the bytes compared so far, before the first file and after each.
+    """
     verify_sizes(checkpoint)
+    done = 0
+    progress(done)
     for name in sorted(checkpoint.files):
         verify_file(checkpoint, name)
+        done += checkpoint.files[name].size_bytes
+        progress(done)
 
 
 def mark_bad(run: RunDir, step: int, reason: str, *, token: Token | None = None) -> None:

@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,7 @@ from air_hpc.rundir.commit import (
     mark_bad,
     read_checkpoint,
     step_dirs,
-    verify_file,
-    verify_sizes,
+    verify_fully,
 )
 from air_hpc.rundir.layout import RunDir
 
@@ -102,7 +102,7 @@ def _verify(run: RunDir, step: int, path: Path, progress: Progress) -> Verified:
             checkpoint = read_checkpoint(path)
             if checkpoint.step != step:
                 raise CheckpointInvalid(f"{path.name}: its manifest is of step {checkpoint.step}")
-            _compare(checkpoint, progress)
+            verify_fully(checkpoint, partial(_report, progress, checkpoint))
         except CheckpointUnreadable as error:
             return _found(step, State.UNREADABLE, checkpoint, str(error))
         except CheckpointInvalid as error:
@@ -117,14 +117,8 @@ def _verify(run: RunDir, step: int, path: Path, progress: Progress) -> Verified:
         return _found(step, State.GOOD, checkpoint)
 
 
-def _compare(checkpoint: Checkpoint, progress: Progress) -> None:
-    verify_sizes(checkpoint)
-    done = 0
+def _report(progress: Progress, checkpoint: Checkpoint, done: int) -> None:
     progress(checkpoint.step, done, checkpoint.total_bytes)
-    for name in sorted(checkpoint.files):
-        verify_file(checkpoint, name)
-        done += checkpoint.files[name].size_bytes
-        progress(checkpoint.step, done, checkpoint.total_bytes)
 
 
 def _replaced(checkpoint: Checkpoint) -> bool:

@@ -77,7 +77,6 @@ class JobRecord:
     name: str = ""
     partition: str | None = None
     batch_host: str | None = None
-    excluded_nodes: tuple[str, ...] = ()
     requeue: bool | None = None
     comment: str | None = None
     array_tasks: str | None = None
@@ -149,7 +148,6 @@ def _from_show(record: Mapping[str, str]) -> JobRecord:
         name=record.get("JobName", ""),
         partition=text_or_none(record.get("Partition")),
         batch_host=text_or_none(record.get("BatchHost")),
-        excluded_nodes=hostlist.expand(record.get("ExcNodeList", "")),
         requeue={"0": False, "1": True}.get(record.get("Requeue", "")),
         # Slurm puts a space of its own after a comment.
         comment=text_or_none(record.get("Comment", "").removesuffix(" ")),
@@ -326,18 +324,6 @@ def requeue(
     One element of an array has the array's own job id, and requeueing by that asks for all of it.
     """
     command.run_once(["scontrol", "requeue", job_id], timeout_s=timeout_s, environ=environ)
-
-
-def exclude_nodes(
-    job_id: str, nodes: Iterable[str], *, timeout_s: float = command.DEFAULT_TIMEOUT_S
-) -> None:
-    """Set the excluded nodes of an own *pending* job or element (refused on a running one)."""
-    names = hostlist.fold(nodes)
-    if not names:
-        return
-    command.run_once(
-        ["scontrol", "update", f"JobId={job_id}", f"ExcNodeList={names}"], timeout_s=timeout_s
-    )
 
 
 def job_id_of(sbatch_answer: str) -> str:

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from air_hpc.config.spec import RecoverySpec
-from air_hpc.recovery.detector import Answer, Detector, DetectorPolicy, Lost, Probe, lost_text
+from air_hpc.recovery.detector import Answer, Detector, DetectorPolicy, Lost, Probe
 
 POLICY = DetectorPolicy.from_spec(RecoverySpec())
 TICK_S = 0.1
@@ -261,9 +261,3 @@ def test_a_tick_over_thousands_of_beating_nodes_looks_at_few() -> None:
                 detector.heard(node, tick / 10)
         assert detector.tick(tick / 10) == []
     assert looked < len(nodes) * 15
-
-
-def test_the_text_names_node_time_and_reason() -> None:
-    assert lost_text([Lost("n3", "its agent is gone", 2.61)]) == (
-        "n3 (silent for 2.6 s: its agent is gone)"
-    )

@@ -74,7 +74,7 @@ def test_a_checkpoint_that_retention_takes_during_the_look_is_no_error(
             assert retire(run, token, keep_last=1) == [10, 20]
         verify_file(checkpoint, name)
 
-    monkeypatch.setattr("air_hpc.runs.verify.verify_file", slowly)
+    monkeypatch.setattr("air_hpc.rundir.commit.verify_file", slowly)
     found = verify_run(run)
     assert [one.state for one in found] == [State.GOOD, State.REMOVED, State.REMOVED]
     assert not any(one.failed for one in found)
@@ -95,7 +95,7 @@ def test_a_checkpoint_that_a_new_save_replaces_during_the_look_is_read_anew(
             replaced.append(token)
         verify_file(checkpoint, name)
 
-    monkeypatch.setattr("air_hpc.runs.verify.verify_file", slowly)
+    monkeypatch.setattr("air_hpc.rundir.commit.verify_file", slowly)
     assert states(run) == {10: State.GOOD}
 
 

@@ -66,14 +66,6 @@ def test_an_element_is_requeued_alone_by_its_array_name(cluster: DevCluster) -> 
     assert [job.restarts for job in after if job] == [0, 1]
 
 
-def test_nodes_are_excluded_from_an_own_pending_element(cluster: DevCluster) -> None:
-    array = submit(cluster, "--array=0-1", "--hold")
-    jobs.exclude_nodes(f"{array}_1", ["n3", "n1", "n2"])
-    job = jobs.show_job(f"{array}_1")
-    assert job is not None
-    assert job.excluded_nodes == ("n1", "n2", "n3")
-
-
 def test_cancelling_what_has_ended_is_no_error(cluster: DevCluster) -> None:
     job = submit(cluster, script="true")
     cluster.wait_for_job(job, "COMPLETED")
