@@ -42,8 +42,42 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
+class MoeSpec:
+    """A mixture of experts in place of a block's feed-forward: each token goes to the
+    `active_experts` of `experts` that its router scores highest, and to all `shared_experts`.
+
+    No token is dropped. `expert_ffn_dim` is the hidden width of one expert (null: model.ffn_dim);
+    the shared ones are one feed-forward of `shared_experts` times that. The first
+    `dense_layers` blocks keep their dense feed-forward. `score` turns router logits into weights;
+    `normalize` makes the chosen weights sum to one. `balance` keeps experts equally busy: `loss`
+    adds the sequence-wise balance loss (DeepSeek-V3, arXiv 2412.19437, eq. 17-20) times
+    `balance_loss_weight`; `bias` moves a bias of the choice by `balance_bias_rate` a step
+    (arXiv 2408.15664); `none` leaves them alone.
+    """
+
+    experts: int = at_least(2, 8)
+    active_experts: int = at_least(1, 2)
+    shared_experts: int = at_least(0, 0)
+    expert_ffn_dim: int | None = at_least(1, None)
+    dense_layers: int = at_least(0, 0)
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    normalize: bool = True
+    balance: Literal["loss", "bias", "none"] = "loss"
+    balance_loss_weight: float = at_least(0, 0.01)
+    balance_bias_rate: float = at_least(0, 0.001)
+
+
+@dataclass(frozen=True)
 class ModelSpec:
-    """A Llama-family decoder. `dim` is the model width, `ffn_dim` the SwiGLU hidden width."""
+    """A decoder. `dim` is the model width, `ffn_dim` the hidden width of its gated feed-forward.
+
+    `head_dim` null is dim / heads. `qk_norm` normalises each head's query and key (Qwen3).
+    `post_norms` normalises each branch once more before it joins the residual stream,
+    `scale_embedding` multiplies it by sqrt(dim), `attention_softcap` and `logit_softcap` bound
+    scores and logits to ±c by c · tanh(x / c), and with `sliding_window` a position attends to the
+    last so many tokens only, but for each `global_every`-th layer (null: in every layer) (all
+    Gemma 2, arXiv 2408.00118). `attention_scale` multiplies the scores (null: head_dim^-0.5).
+    """
 
     name: str = one_line("tiny")
     dim: int = at_least(1, 128)
@@ -58,18 +92,57 @@ class ModelSpec:
     dropout: float = between(0, 1, 0.0, high_open=True)
     tied_head: bool = False
     init_std: float = above(0, 0.02)
+    head_dim: int | None = at_least(1, None)
+    activation: Literal["silu", "gelu"] = "silu"
+    qk_norm: bool = False
+    post_norms: bool = False
+    scale_embedding: bool = False
+    attention_scale: float | None = above(0, None)
+    attention_softcap: float | None = above(0, None)
+    logit_softcap: float | None = above(0, None)
+    sliding_window: int | None = at_least(1, None)
+    global_every: int | None = at_least(1, None)
+    moe: MoeSpec | None = None
 
     @property
-    def head_dim(self) -> int:
+    def head_width(self) -> int:
         """The width of one attention head."""
-        return self.dim // self.heads
+        return self.dim // self.heads if self.head_dim is None else self.head_dim
+
+    def window(self, layer: int) -> int | None:
+        """How many tokens, its own included, a position of `layer` (from 0) sees; None: all."""
+        if self.global_every is not None and (layer + 1) % self.global_every == 0:
+            return None
+        return self.sliding_window
+
+    def is_moe(self, layer: int) -> bool:
+        """Whether `layer` (from 0) has experts."""
+        return self.moe is not None and layer >= self.moe.dense_layers
+
+
+PipelineSchedule = Literal[
+    "gpipe",
+    "1f1b",
+    "interleaved_1f1b",
+    "looped_bfs",
+    "interleaved_zero_bubble",
+    "zbv_zero_bubble",
+    "dual_pipe_v",
+]
 
 
 @dataclass(frozen=True)
 class ParallelismSpec:
-    """Degrees of the mesh pp × dp_replicate × dp_shard × cp × tp, ep inside dp and cp.
+    """Degrees of the mesh pp × dp_replicate × dp_shard × cp × tp, ep inside dp_shard and cp.
 
-    `auto` for one or both data-parallel degrees fills the world.
+    `auto` for one or both data-parallel degrees fills the world. `pp_schedule` names a schedule of
+    torch.distributed.pipelining; `pp_stages_per_rank` auto is one for gpipe and 1f1b, two for the
+    others. `cp_method`: `ulysses` exchanges heads for tokens around attention (arXiv 2309.14509),
+    `ring` passes keys and values on (arXiv 2310.01889), with causal load balanced. `loss_parallel`
+    keeps the logits cut over the vocabulary. `prefetch` is how many blocks ahead FSDP gathers.
+    `recompute` is what the backward pass computes again: nothing, each block (`full`), all but the
+    dear operations (`ops`: every second matrix product and attention is kept), or as much as
+    `recompute_budget` (0: all of a block, 1: nothing) asks of torch.compile's partitioner.
     """
 
     name: str = one_line("ddp")
@@ -80,7 +153,14 @@ class ParallelismSpec:
     tp: int = at_least(1, 1)
     ep: int = at_least(1, 1)
     reshard_after_forward: bool = True
+    prefetch: int = between(0, 16, 1)
     cpu_offload: bool = False
+    pp_schedule: PipelineSchedule = "1f1b"
+    pp_stages_per_rank: int | Auto = at_least(1, "auto")
+    cp_method: Literal["ulysses", "ring"] = "ulysses"
+    loss_parallel: bool = True
+    recompute: Literal["none", "full", "ops", "budget"] = "none"
+    recompute_budget: float = between(0, 1, 0.5)
 
 
 @dataclass(frozen=True)

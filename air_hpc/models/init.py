@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from air_hpc.config.spec import ModelSpec
-from air_hpc.models.llama import Llama
+from air_hpc.models.decoder import Decoder
 
 
-def on_meta(model: ModelSpec, sequence_length: int) -> Llama:
+def on_meta(model: ModelSpec, sequence_length: int) -> Decoder:
     """The model with shapes and no storage."""
     with torch.device("meta"):
-        return Llama(model, sequence_length)
+        return Decoder(model, sequence_length)
 
 
 def seed_of(seed: int, *labels: str | int) -> int:
@@ -47,7 +47,7 @@ def initialize(model: nn.Module, spec: ModelSpec, seed: int, device: torch.devic
             else:
                 parameter.copy_(values)
     for module in model.modules():
-        if isinstance(module, Llama):
+        if isinstance(module, Decoder):
             module.reset_table()
 
 

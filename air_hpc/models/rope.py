@@ -37,16 +37,19 @@ def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None
     return (1 - smooth) * frequencies / scaling.factor + smooth * frequencies
 
 
-def rotation_table(model: ModelSpec, sequence_length: int, device: torch.device) -> Tensor:
-    """Cosines and sines, shape (2, sequence_length, head_dim / 2), float32.
+def rotation_table(model: ModelSpec, positions: Tensor | int, device: torch.device) -> Tensor:
+    """Cosines and sines, shape (2, positions, head_dim / 2), float32.
 
-    Computed on the CPU and then moved, so that every device kind rotates by the same angles.
+    `positions` is a vector of them, or how many from 0 on. Computed on the CPU and then moved, so
+    that every device kind rotates by the same angles.
     """
+    count = positions if isinstance(positions, int) else len(positions)
     if device.type == "meta":
-        return torch.empty(2, sequence_length, model.head_dim // 2, device=device)
-    frequencies = inverse_frequencies(model.head_dim, model.rope_theta, model.rope_scaling)
-    positions = torch.arange(sequence_length, dtype=torch.float32, device="cpu")
-    angles = torch.outer(positions, frequencies)
+        return torch.empty(2, count, model.head_width // 2, device=device)
+    frequencies = inverse_frequencies(model.head_width, model.rope_theta, model.rope_scaling)
+    if isinstance(positions, int):
+        positions = torch.arange(positions, device="cpu")
+    angles = torch.outer(positions.to("cpu", torch.float32), frequencies)
     return torch.stack((angles.cos(), angles.sin())).to(device)
 
 

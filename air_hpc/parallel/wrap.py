@@ -101,7 +101,7 @@ def build_spread(
     model = on_meta(spec, sequence_length)
     sharded = world.degrees.dp_shard > 1
     if options.compile:
-        for layer in model.layers:
+        for layer in model.layers.values():
             layer.compile(fullgraph=True)
     if sharded:
         _shard(model, world, options)

@@ -14,8 +14,8 @@ from air_hpc.plan.types import FlopsPerToken, ModelCounts
 
 def block_matmul_parameters(model: ModelSpec) -> int:
     """Weights of one decoder block that multiply: q, k, v, o and the three of SwiGLU."""
-    kv_width = model.kv_heads * model.head_dim
-    q_width = model.heads * model.head_dim
+    kv_width = model.kv_heads * model.head_width
+    q_width = model.heads * model.head_width
     attention = 2 * model.dim * q_width + 2 * model.dim * kv_width
     return attention + 3 * model.dim * model.ffn_dim
 
@@ -40,5 +40,5 @@ def count_parameters(model: ModelSpec) -> ModelCounts:
 def flops_per_token(model: ModelSpec, sequence_length: int) -> FlopsPerToken:
     """Forward and backward FLOP of one token at a sequence length, in both conventions."""
     weights = 6.0 * count_parameters(model).matmul_parameters
-    attention = 6.0 * model.layers * model.heads * model.head_dim * sequence_length
+    attention = 6.0 * model.layers * model.heads * model.head_width * sequence_length
     return FlopsPerToken(causal=weights + attention, palm=weights + 2.0 * attention)

@@ -81,8 +81,8 @@ def _activations(spec: RunSpec, mesh: Mesh, micro_batch_size: int) -> int:
     model = spec.model
     compute_bytes = _COMPUTE_BYTES[spec.train.precision]
     tokens = micro_batch_size * spec.data.sequence_length // mesh.cp
-    kv_width = model.kv_heads * model.head_dim
-    widths = 4 * model.dim + 2 * model.heads * model.head_dim + 2 * kv_width + 4 * model.ffn_dim
+    kv_width = model.kv_heads * model.head_width
+    widths = 4 * model.dim + 2 * model.heads * model.head_width + 2 * kv_width + 4 * model.ffn_dim
     blocks = -(-model.layers // mesh.pp)
     logits_bytes = model.vocab_size * (compute_bytes + 8)
     return tokens * (blocks * widths * compute_bytes + logits_bytes) // mesh.tp

@@ -77,12 +77,12 @@ def _model_shape(spec: RunSpec) -> Iterable[Problem]:
     model = spec.model
     yield from _divides("model.heads", model.heads, model.dim, "model.dim")
     yield from _divides("model.kv_heads", model.kv_heads, model.heads, "model.heads")
-    if model.dim % model.heads == 0 and model.head_dim % 2:
+    if model.dim % model.heads == 0 and model.head_width % 2:
         yield Problem(
             "model.heads",
             str(model.heads),
             f"model.dim ({model.dim}) over model.heads ({model.heads}) is a head of"
-            f" {model.head_dim}, and rotary embeddings turn pairs",
+            f" {model.head_width}, and rotary embeddings turn pairs",
             "an even head width",
         )
 

@@ -29,7 +29,7 @@ from air_hpc.checkpoint.saver import SaveOutcome, Saver, SavesFail
 from air_hpc.checkpoint.state import Facts, Identity, seed_generators, share_of, training_state
 from air_hpc.config.spec import RunSpec
 from air_hpc.data.batches import Batches
-from air_hpc.models.llama import next_token_loss
+from air_hpc.models.decoder import next_token_loss
 from air_hpc.parallel.reduce import clip_gradients, gradient_norm, mean_over_data_ranks
 from air_hpc.parallel.world import World
 from air_hpc.parallel.wrap import Spread, WrapOptions, build_spread

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from air_hpc.config.spec import ModelSpec, OptimizerSpec
-from air_hpc.models.llama import next_token_loss
+from air_hpc.models.decoder import next_token_loss
 from air_hpc.parallel.reduce import clip_gradients, mean_over_data_ranks
 from air_hpc.parallel.wrap import WrapOptions, build_spread
 from air_hpc.plan.types import Mesh
@@ -117,7 +117,7 @@ def table_in_a_block(rank: int, rendezvous: str, degrees: Mesh) -> tuple[torch.d
     spread = build_spread(MODEL, TOKENS, 0, world, WrapOptions(precision="bf16"))
     seen: list[torch.Tensor] = []
     model = getattr(spread.module, "module", spread.module)
-    model.layers[0].attention.register_forward_pre_hook(lambda _, given: seen.append(given[1]))
+    model.layers["0"].attention.register_forward_pre_hook(lambda _, given: seen.append(given[1]))
     if rank == 1:
         model.table.zero_()
     with spread.autocast():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from air_hpc.config.spec import ModelSpec, OptimizerSpec, ScheduleSpec
-from air_hpc.models import Llama
+from air_hpc.models import Decoder
 from air_hpc.train.optimizer import build_optimizer, learning_rate, set_learning_rate
 
 CPU = torch.device("cpu")
@@ -45,7 +45,7 @@ def test_schedules_survive_odd_lengths() -> None:
 
 
 def test_weight_decay_acts_on_matrices_only() -> None:
-    model = Llama(ModelSpec(dim=16, layers=1, heads=2, kv_heads=2, ffn_dim=32, vocab_size=32), 8)
+    model = Decoder(ModelSpec(dim=16, layers=1, heads=2, kv_heads=2, ffn_dim=32, vocab_size=32), 8)
     optimizer = build_optimizer(model.parameters(), OptimizerSpec(weight_decay=0.5), CPU)
     decays = {
         id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]

@@ -22,8 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 from air_hpc.data.batches import Batches, BatchShape
 from air_hpc.data.corpus import ensure_corpus
 from air_hpc.data.shards import TokenStream
+from air_hpc.models.decoder import Decoder, next_token_loss
 from air_hpc.models.init import initialize
-from air_hpc.models.llama import Llama, next_token_loss
 from air_hpc.plan.frozen import read_run_yaml
 from air_hpc.train.optimizer import build_optimizer
 
@@ -47,7 +47,7 @@ def main() -> None:
     dist.barrier()
     folder, index = ensure_corpus(cache)
     batches = Batches(TokenStream(folder, index), shape, spec.train.seed)
-    plain = Llama(spec.model, spec.data.sequence_length)
+    plain = Decoder(spec.model, spec.data.sequence_length)
     initialize(plain, spec.model, spec.train.seed, torch.device("cpu"))
     model = DistributedDataParallel(plain)
     optimizer = build_optimizer(list(plain.parameters()), spec.optimizer, torch.device("cpu"))

@@ -30,7 +30,7 @@ from torch.nn.utils import clip_grad_norm_
 from air_hpc.config.compose import Composer
 from air_hpc.config.spec import RunSpec
 from air_hpc.models import initialize, on_meta
-from air_hpc.models.llama import next_token_loss
+from air_hpc.models.decoder import next_token_loss
 from air_hpc.parallel.world import World, start_world, stop_world
 from air_hpc.plan.make import make_plan
 from air_hpc.plan.types import Plan

@@ -9,8 +9,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from air_hpc.config.compose import Composer
 from air_hpc.config.spec import ModelSpec, RopeScaling
-from air_hpc.models import Llama, initialize, on_meta
-from air_hpc.models.llama import next_token_loss
+from air_hpc.models import Decoder, initialize, on_meta
+from air_hpc.models.decoder import next_token_loss
 from air_hpc.models.rope import inverse_frequencies, rotate, rotation_table
 
 SMALL = ModelSpec(dim=32, layers=2, heads=4, kv_heads=2, ffn_dim=64, vocab_size=64)
@@ -18,7 +18,7 @@ LLAMA_8B = Composer().compose(["model=llama_8b"]).model
 CPU = torch.device("cpu")
 
 
-def build(spec: ModelSpec, seed: int = 0) -> Llama:
+def build(spec: ModelSpec, seed: int = 0) -> Decoder:
     model = on_meta(spec, 16)
     initialize(model, spec, seed, CPU)
     return model
@@ -81,11 +81,13 @@ def test_initial_weights_depend_on_seed_and_name_only() -> None:
         assert torch.equal(a, b)
         assert torch.equal(a, c) == (a.dim() == 1), name
     deeper = dict(build(replace(SMALL, layers=3)).named_parameters())
-    assert torch.equal(deeper["layers.0.attention.wq.weight"], first.layers[0].attention.wq.weight)
+    assert torch.equal(
+        deeper["layers.0.attention.wq.weight"], first.layers["0"].attention.wq.weight
+    )
 
 
 def test_meta_and_direct_building_give_the_same_logits() -> None:
-    direct = Llama(SMALL, 16)
+    direct = Decoder(SMALL, 16)
     initialize(direct, SMALL, 0, CPU)
     tokens = torch.arange(16).unsqueeze(0)
     assert torch.equal(direct(tokens), build(SMALL)(tokens))
@@ -107,7 +109,7 @@ def test_dropout_acts_in_training_only() -> None:
 
 def test_grouped_queries_equal_full_attention_with_repeated_keys_and_values() -> None:
     grouped = build(SMALL)
-    full = Llama(replace(SMALL, kv_heads=4), 16)
+    full = Decoder(replace(SMALL, kv_heads=4), 16)
     state = grouped.state_dict()
     for name in list(state):
         if name.endswith(("wk.weight", "wv.weight")):
