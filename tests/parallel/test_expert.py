@@ -53,7 +53,7 @@ def build(spec: ModelSpec, *, crowd: bool) -> Decoder:
             moe.register_forward_pre_hook(_one_direction)
             with torch.no_grad():
                 moe.router.weight.zero_()
-                moe.router.weight[-1] = 1.0
+                moe.router.weight[-1] = 0.05
     return model
 
 
