@@ -37,9 +37,7 @@ class BlockParameters:
     @property
     def dense(self) -> int:
         """All but the routed experts: what expert parallelism does not cut."""
-        return (
-            self.attention + self.norms + self.feed_forward + self.router + self.shared_experts
-        )
+        return self.attention + self.norms + self.feed_forward + self.router + self.shared_experts
 
     @property
     def total(self) -> int:
@@ -81,7 +79,8 @@ class ModuleFlops:
     @property
     def matmul(self) -> float:
         """All but the scores: 6 FLOP a weight."""
-        return sum(getattr(self, f.name) for f in fields(self) if f.name != "scores")
+        experts = self.router + self.experts + self.shared_experts
+        return self.projections + self.feed_forward + experts + self.head
 
     @property
     def total(self) -> FlopsPerToken:
