@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, fields, replace
 from typing import get_args
 
-from air_hpc.config.spec import RunSpec
+from air_hpc.config.spec import ModelSpec, RunSpec
 from air_hpc.errors import Problem, nearest
 from air_hpc.hardware.accelerator import Precision
 from air_hpc.plan.mesh import nearest_divisors
@@ -75,15 +75,44 @@ def _divides(key: str, degree: int, whole: int, name: str) -> Iterable[Problem]:
 
 def _model_shape(spec: RunSpec) -> Iterable[Problem]:
     model = spec.model
-    yield from _divides("model.heads", model.heads, model.dim, "model.dim")
+    if model.head_dim is None:
+        yield from _divides("model.heads", model.heads, model.dim, "model.dim")
     yield from _divides("model.kv_heads", model.kv_heads, model.heads, "model.heads")
-    if model.dim % model.heads == 0 and model.head_width % 2:
+    if model.head_dim is not None and model.head_dim % 2:
+        message = "rotary embeddings turn pairs"
+        yield Problem("model.head_dim", str(model.head_dim), message, "an even head width")
+    elif model.head_dim is None and model.dim % model.heads == 0 and model.head_width % 2:
         yield Problem(
             "model.heads",
             str(model.heads),
             f"model.dim ({model.dim}) over model.heads ({model.heads}) is a head of"
             f" {model.head_width}, and rotary embeddings turn pairs",
             "an even head width",
+        )
+    if model.global_every is not None and model.sliding_window is None:
+        message = "every layer sees all tokens where model.sliding_window is null"
+        yield Problem("model.global_every", str(model.global_every), message, "null", warning=True)
+    yield from _experts(model)
+
+
+def _experts(model: ModelSpec) -> Iterable[Problem]:
+    moe = model.moe
+    if moe is None:
+        return
+    if moe.active_experts > moe.experts:
+        yield Problem(
+            "model.moe.active_experts",
+            str(moe.active_experts),
+            f"a token cannot go to more experts than there are (model.moe.experts {moe.experts})",
+            f"1 to {moe.experts}",
+        )
+    if moe.dense_layers >= model.layers:
+        yield Problem(
+            "model.moe.dense_layers",
+            str(moe.dense_layers),
+            f"no layer is left for experts (model.layers {model.layers})",
+            f"below {model.layers}",
+            "Or set model.moe=null for a dense model",
         )
 
 
