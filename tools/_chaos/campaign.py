@@ -52,8 +52,11 @@ def execute(
     on_end: Callable[[list[Outcome]], None] = lambda _: None,
     make_up: Callable[[list[Outcome]], Sequence[RunPlan]] = lambda _: (),
 ) -> list[Outcome]:
-    """Run all plans, and then those that make up for what they missed; the outcomes in order. An interrupted campaign ends its runs, leaves
-    nothing behind, and has the outcomes up to there. `on_end` gets those known after each end."""
+    """Run all plans, and then those that make up for what they missed; the outcomes in their order.
+
+    An interrupted campaign ends its runs, leaves nothing behind, and has the outcomes up to there.
+    `on_end` gets those known after each end.
+    """
     folder = Path(tempfile.mkdtemp(prefix="air_hpc-chaos-", dir="/tmp"))
     folder.chmod(0o755)
     stop, outcomes = threading.Event(), list[Outcome]()
