@@ -31,10 +31,10 @@ from air_hpc.parallel.recompute import prepare_blocks
 from air_hpc.parallel.reduce import Held, copies_of
 from air_hpc.parallel.shard import is_plain, replicate, shard, uses_fsdp
 from air_hpc.parallel.tensor import (
-    add_partial_gradients,
     loss_context,
     loss_over,
     settle_embedding,
+    settle_gradients,
     split,
 )
 from air_hpc.parallel.world import World
@@ -112,8 +112,8 @@ class Engine:
                 mean: Tensor | None = self._accumulate(inputs, targets)
             else:
                 mean = self._pipeline.run(inputs.flatten(0, 1), targets.flatten(0, 1))
-        if self._tensor_mesh is not None:
-            add_partial_gradients(self.parameters(), self._tensor_mesh)
+        if self._tensor_mesh is not None and not uses_fsdp(self.world, self._options):
+            settle_gradients(self.parameters(), self._tensor_mesh)
         if self._tied is not None:
             self._tied.add_gradients()
         if mean is None:

@@ -103,7 +103,7 @@ def _block_plan(layer: nn.Module) -> dict[str, ParallelStyle]:
     }
     for name in ("attention_norm", "ffn_norm", "attention_post_norm", "ffn_post_norm"):
         if getattr(layer, name) is not None:
-            plan[name] = SequenceParallel()
+            plan[name] = SequenceParallel(use_local_output=name.endswith("post_norm"))
     for name in ("q_norm", "k_norm"):
         # Over the width of a head, of which each rank holds some: the heads are its "sequence".
         if getattr(layer.get_submodule("attention"), name) is not None:
@@ -116,8 +116,8 @@ def _split_tied_head(part: Decoder, mesh: DeviceMesh, logits: Shard | Replicate)
     gathered after the last norm, what comes out is made local after the part."""
 
     def gather(_module: nn.Module, _inputs: object, out: Tensor) -> Tensor:
-        piece = DTensor.from_local(out, mesh, [Shard(1)], run_check=False)
-        return piece.redistribute(placements=[Replicate()])
+        assert isinstance(out, DTensor)
+        return out.redistribute(placements=[Replicate()])
 
     def localize(_module: nn.Module, _inputs: object, out: Tensor) -> Tensor:
         assert isinstance(out, DTensor)
@@ -129,26 +129,32 @@ def _split_tied_head(part: Decoder, mesh: DeviceMesh, logits: Shard | Replicate)
     part.register_forward_hook(localize)
 
 
-def add_partial_gradients(parameters: Iterable[nn.Parameter], mesh: DeviceMesh) -> None:
-    """Add up gradients that DTensor has left as one term on each rank of `mesh`, all in one go.
+def settle_gradients(parameters: Iterable[nn.Parameter], mesh: DeviceMesh) -> None:
+    """Lay each gradient out as its parameter is.
 
-    Those of weights that every rank holds whole: the norms'. FSDP does it for its own parameters;
-    without it the terms would be added again at every use.
+    DTensor leaves the embedding's whole on every rank, and those of the norms as one term on each,
+    which are added here, all in one go. FSDP does it for its own parameters; without it every use
+    of a gradient would do it anew.
     """
-    partial = [
-        parameter
-        for parameter in parameters
-        if isinstance(parameter.grad, DTensor)
-        and any(isinstance(placement, Partial) for placement in parameter.grad.placements)
-    ]
-    if not partial:
+    terms: list[tuple[nn.Parameter, Tensor]] = []
+    for parameter in parameters:
+        gradient = parameter.grad
+        if not isinstance(parameter, DTensor) or not isinstance(gradient, DTensor):
+            continue
+        if gradient.placements == parameter.placements:
+            continue
+        if any(isinstance(placement, Partial) for placement in gradient.placements):
+            terms.append((parameter, gradient.to_local()))
+        else:
+            parameter.grad = gradient.redistribute(placements=parameter.placements)
+    if not terms:
         return
-    terms = [parameter.grad.to_local() for parameter in partial]  # type: ignore[union-attr]
-    flat = torch.cat([term.flatten() for term in terms])
-    dist.all_reduce(flat, group=mesh.get_group())
-    whole = flat.split([term.numel() for term in terms])
-    for parameter, total in zip(partial, whole, strict=True):
+    sums = torch.cat([term.flatten() for _, term in terms])
+    dist.all_reduce(sums, group=mesh.get_group())
+    for (parameter, term), total in zip(
+        terms, sums.split([term.numel() for _, term in terms]), strict=True
+    ):
         assert isinstance(parameter, DTensor)
-        parameter.grad = DTensor.from_local(  # type: ignore[assignment]
-            total.view(parameter.to_local().shape), mesh, parameter.placements, run_check=False
+        parameter.grad = DTensor.from_local(
+            total.view(term.shape), mesh, parameter.placements, run_check=False
         )
