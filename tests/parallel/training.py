@@ -127,6 +127,10 @@ def curves(cases: Sequence[Case]) -> list[Curve]:
 
 
 def gap(curve: Curve, model: str) -> float:
-    """The largest difference of a loss or a norm from the single process's."""
+    """The largest difference of a loss or a norm from the single process; relative above 1."""
     pairs = zip(curve, single()[model], strict=True)
-    return max(abs(a - b) for got, want in pairs for a, b in zip(got, want, strict=True))
+    return max(
+        abs(a - b) / max(1.0, abs(b))
+        for got, want in pairs
+        for a, b in zip(got, want, strict=True)
+    )
