@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from air_hpc.config.spec import ModelSpec
 from air_hpc.models import Decoder, initialize
 from air_hpc.parallel.options import EngineOptions
-from air_hpc.parallel.pipeline import Cut, Flow, Pipeline, TiedCopies, cut_of
+from air_hpc.parallel.pipeline import TIED_NAME, Cut, Flow, Pipeline, TiedCopies, cut_of
 from air_hpc.parallel.recompute import prepare_blocks
 from air_hpc.parallel.reduce import Held, copies_of
 from air_hpc.parallel.shard import is_plain, replicate, shard, uses_fsdp
@@ -95,9 +95,14 @@ class Engine:
         ranks = self.world.stage_ranks
         found = []
         for name, parameter in self.named_parameters():
-            stages = 2 if self._tied is not None and name == "tok_embeddings.weight" else 1
+            stages = 2 if self._tied is not None and name == TIED_NAME else 1
             found.append(Held(parameter, stages * copies_of(parameter, ranks)))
         return found
+
+    def written_elsewhere(self) -> tuple[str, ...]:
+        """Names whose copy on another rank is the one that a checkpoint holds."""
+        first = any(part.first for part in self.parts)
+        return () if first or self._tied is None else (TIED_NAME,)
 
     # -- a step ----------------------------------------------------------------------------------
 
@@ -222,8 +227,6 @@ def _on_meta(model: ModelSpec, sequence_length: int, cut: Cut | None) -> list[De
             return [Decoder(model, sequence_length)]
         last = len(cut.layers) - 1
         return [
-            Decoder(
-                model, sequence_length, cut.layers[stage], first=stage == 0, last=stage == last
-            )
+            Decoder(model, sequence_length, cut.layers[stage], first=stage == 0, last=stage == last)
             for stage in cut.mine
         ]

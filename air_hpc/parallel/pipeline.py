@@ -44,6 +44,9 @@ SCHEDULES = {
     "dual_pipe_v": "DualPipeV",
 }
 """Our names, and torch's."""
+TIED_NAME = "tok_embeddings.weight"
+SPLITTING = ("interleaved_zero_bubble", "zbv_zero_bubble", "dual_pipe_v")
+"""They compute gradients of activations and of weights apart, in two passes over one graph."""
 
 
 @dataclass(frozen=True)
@@ -68,9 +71,7 @@ class Flow:
     dtype: torch.dtype
 
 
-def cut_of(
-    model: ModelSpec, sequence_length: int, world: World, options: EngineOptions
-) -> Cut:
+def cut_of(model: ModelSpec, sequence_length: int, world: World, options: EngineOptions) -> Cut:
     """The stages of `model` on this rank."""
     pp = world.degrees.pp
     each = options.pp_stages_per_rank or stages_per_rank(options.pp_schedule)
@@ -96,6 +97,14 @@ class Pipeline:
         options: EngineOptions,
         loss: Callable[[Tensor, Tensor], Tensor],
     ) -> None:
+        if options.pp_schedule in SPLITTING and options.recompute == "ops":
+            raise BadInput.single(
+                "parallelism.recompute",
+                "ops",
+                f"pp_schedule={options.pp_schedule} goes over each block's graph twice, and what"
+                " was computed again by operation can be used once",
+                allowed="none, full",
+            )
         self._parts = list(parts)
         stages = [
             PipelineStage(

@@ -47,9 +47,7 @@ def split(part: Decoder, mesh: DeviceMesh, *, keep_logits_cut: bool) -> None:
     logits = Shard(-1) if keep_logits_cut else Replicate()
     plan: dict[str, ParallelStyle] = {}
     if part.tok_embeddings is not None:
-        plan["tok_embeddings"] = RowwiseParallel(
-            input_layouts=Replicate(), output_layouts=Shard(1)
-        )
+        plan["tok_embeddings"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
     if part.norm is not None:
         plan["norm"] = SequenceParallel()
     if part.output is not None:
@@ -75,7 +73,8 @@ def loss_over(mesh: DeviceMesh | None) -> LossFunction:
     def loss(logits: Tensor, targets: Tensor) -> Tensor:
         cut = DTensor.from_local(logits, mesh, [Shard(logits.dim() - 1)], run_check=False)
         mean = next_token_loss(cut, targets)
-        return mean.to_local() if isinstance(mean, DTensor) else mean
+        # A copy, since a view could not be detached in place, as pipelines do with what they used.
+        return mean.to_local().clone() if isinstance(mean, DTensor) else mean
 
     return loss
 

@@ -25,7 +25,12 @@ Curve = list[tuple[float, float]]
 """(loss, gradient norm) of each step."""
 
 _SMALL: dict[str, Any] = {
-    "dim": 32, "layers": 4, "heads": 4, "kv_heads": 2, "ffn_dim": 64, "vocab_size": 64
+    "dim": 32,
+    "layers": 4,
+    "heads": 4,
+    "kv_heads": 2,
+    "ffn_dim": 64,
+    "vocab_size": 64,
 }
 MODELS = {
     "llama": ModelSpec(**_SMALL),
@@ -130,7 +135,5 @@ def gap(curve: Curve, model: str) -> float:
     """The largest difference of a loss or a norm from the single process; relative above 1."""
     pairs = zip(curve, single()[model], strict=True)
     return max(
-        abs(a - b) / max(1.0, abs(b))
-        for got, want in pairs
-        for a, b in zip(got, want, strict=True)
+        abs(a - b) / max(1.0, abs(b)) for got, want in pairs for a, b in zip(got, want, strict=True)
     )
