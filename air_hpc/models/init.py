@@ -16,6 +16,7 @@ import hashlib
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from air_hpc.config.spec import ModelSpec
 from air_hpc.models.decoder import Decoder
@@ -67,16 +68,23 @@ def _local_part(parameter: DTensor) -> Tensor:
 
 
 def _cut(values: Tensor, parameter: DTensor) -> Tensor:
-    """This rank's part of `values`, in the order in which the mesh dimensions cut it."""
+    """This rank's part of `values`, in the order in which the mesh dimensions cut it.
+
+    That is from the outermost on, but for a strided placement: FSDP cuts what tensor parallelism
+    has cut before, although its mesh dimension is the outer one.
+    """
     mesh = parameter.device_mesh
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return values.new_empty(0)
-    for mesh_dim, placement in enumerate(parameter.placements):
-        if isinstance(placement, Shard):
-            pieces = torch.chunk(values, mesh.size(mesh_dim), dim=placement.dim)
-            index = coordinate[mesh_dim]
-            # Where there are fewer rows than ranks, the last ranks hold none.
-            none = values.narrow(placement.dim, 0, 0)
-            values = pieces[index] if index < len(pieces) else none
+    cuts = list(enumerate(parameter.placements))
+    in_order = [cut for cut in cuts if cut[1].is_shard()]
+    in_order += [cut for cut in cuts if isinstance(cut[1], _StridedShard)]
+    for mesh_dim, placement in in_order:
+        assert isinstance(placement, Shard | _StridedShard)
+        pieces = torch.chunk(values, mesh.size(mesh_dim), dim=placement.dim)
+        index = coordinate[mesh_dim]
+        # Where there are fewer rows than ranks, the last ranks hold none.
+        none = values.narrow(placement.dim, 0, 0)
+        values = pieces[index] if index < len(pieces) else none
     return values
