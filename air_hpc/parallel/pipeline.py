@@ -31,7 +31,7 @@ from air_hpc.errors import BadInput
 from air_hpc.models import Decoder
 from air_hpc.parallel.options import EngineOptions
 from air_hpc.parallel.world import World
-from air_hpc.plan.schedule import stage_owner, stages_per_rank
+from air_hpc.plan.schedule import SINGLE_STAGE, stage_owner
 from air_hpc.plan.stages import cut_layers
 
 SCHEDULES = {
@@ -74,7 +74,7 @@ class Flow:
 def cut_of(model: ModelSpec, sequence_length: int, world: World, options: EngineOptions) -> Cut:
     """The stages of `model` on this rank."""
     pp = world.degrees.pp
-    each = options.pp_stages_per_rank or stages_per_rank(options.pp_schedule)
+    each = options.pp_stages_per_rank or (1 if options.pp_schedule in SINGLE_STAGE else 2)
     owners = stage_owner(options.pp_schedule, pp, each)
     layers = cut_layers(model, sequence_length, len(owners))
     here = world.mesh.get_local_rank("pp")
