@@ -31,7 +31,7 @@ from air_hpc.errors import BadInput
 from air_hpc.models import Decoder
 from air_hpc.parallel.options import EngineOptions
 from air_hpc.parallel.world import World
-from air_hpc.plan.schedule import SINGLE_STAGE, stage_owner
+from air_hpc.plan.schedule import SINGLE_STAGE, SPLIT_BACKWARD, stage_owner
 from air_hpc.plan.stages import cut_layers
 
 SCHEDULES = {
@@ -45,8 +45,6 @@ SCHEDULES = {
 }
 """Our names, and torch's."""
 TIED_NAME = "tok_embeddings.weight"
-SPLITTING = ("interleaved_zero_bubble", "zbv_zero_bubble", "dual_pipe_v")
-"""They compute gradients of activations and of weights apart, in two passes over one graph."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +95,7 @@ class Pipeline:
         options: EngineOptions,
         loss: Callable[[Tensor, Tensor], Tensor],
     ) -> None:
-        if options.pp_schedule in SPLITTING and options.recompute == "ops":
+        if options.pp_schedule in SPLIT_BACKWARD and options.recompute == "ops":
             raise BadInput.single(
                 "parallelism.recompute",
                 "ops",
@@ -128,9 +126,13 @@ class Pipeline:
                 allowed="1 or auto",
             )
         held: Any = stages[0] if single else stages
+
+        def share(logits: Tensor, targets: Tensor) -> Tensor:
+            return loss(logits, targets) / flow.micro_batches
+
         try:
             self._schedule: PipelineScheduleSingle | PipelineScheduleMulti = kind(
-                held, flow.micro_batches, loss_fn=loss
+                held, flow.micro_batches, loss_fn=share, scale_grads=False
             )
         except ValueError as error:
             raise BadInput.single(
@@ -152,7 +154,7 @@ class Pipeline:
         given = (inputs,) if first else ()
         asked: dict[str, Any] = {"target": targets, "losses": losses} if last else {}
         self._schedule.step(*given, return_outputs=False, **asked)
-        return torch.stack([loss.detach() for loss in losses]).mean() if last else None
+        return torch.stack([loss.detach() for loss in losses]).sum() if last else None
 
 
 class TiedCopies:

@@ -158,6 +158,7 @@ class Trainer:
         seen = self._look(step, norm, loss, logs=logs) if early else _Seen()
         if seen.updates:
             self.optimizer.step()
+        self.engine.finish_step(updates=seen.updates)
         self.optimizer.zero_grad(set_to_none=True)
         self.step = step
         meter.count()

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from air_hpc.config.spec import ModelSpec, OptimizerSpec
+from air_hpc.config.spec import ModelSpec, MoeSpec, OptimizerSpec
 from air_hpc.parallel.engine import Engine
 from air_hpc.parallel.options import EngineOptions
 from air_hpc.parallel.reduce import clip_gradients, sum_over_ranks
@@ -46,6 +46,15 @@ MODELS = {
         logit_softcap=3.0,
         sliding_window=6,
         global_every=2,
+    ),
+    "mixtral": ModelSpec(
+        **_SMALL, moe=MoeSpec(experts=4, dense_layers=1, balance_loss_weight=0.05)
+    ),
+    "biased": ModelSpec(
+        **_SMALL,
+        moe=MoeSpec(
+            experts=4, shared_experts=1, score="sigmoid", balance="bias", balance_bias_rate=0.01
+        ),
     ),
 }
 
@@ -110,6 +119,7 @@ def train(world: World, case: Case) -> Curve:
             held[0].parameter.grad.mul_(2.0)  # type: ignore[union-attr]
         norm = clip_gradients(held, 1.0)
         optimizer.step()
+        engine.finish_step()
         optimizer.zero_grad()
         seen.append((float(sum_over_ranks(loss)), float(norm)))
     return seen
