@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
@@ -63,7 +63,7 @@ class Watch(TorchDispatchMode):
 
     def __enter__(self) -> Self:
         self._fake_mode = active_fake_mode()
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def segment(self) -> None:
@@ -164,12 +164,20 @@ _KINDS = (
 _SPACES = ("c10d", "_c10d_functional", "_dtensor")
 _AXES = {"fsdp": "dp_shard", "efsdp": "dp_shard", "default_pg": "world", "undefined": "other"}
 """Groups whose bytes belong to the axis of another name."""
+_OF_TOKENS = {"all_to_all": ("ep", "cp"), "send": ("pp", "cp")}
+"""Collectives that only these axes have: two axes may be one and the same group."""
 
 
 class Traffic:
-    """Collectives by segment, axis and kind."""
+    """Collectives by segment, axis and kind.
 
-    def __init__(self) -> None:
+    `axes` names the axes of each group (by the group's name). A group that is not in it goes by
+    what torch says that it is for: an axis that spans all ranks is torch's default group, and so
+    `world`.
+    """
+
+    def __init__(self, axes: Mapping[str, Sequence[str]] | None = None) -> None:
+        self._axes = axes or {}
         self._segments: list[Counter[tuple[str, str, int, str]]] = [Counter()]
 
     def segment(self) -> None:
@@ -193,9 +201,7 @@ class Traffic:
 
     def add(self, group: ProcessGroup, collective: str, calls: int, tensor_bytes: int) -> None:
         """Count calls that no operation shows; `tensor_bytes` is of all of them."""
-        description = str(group.group_desc).removeprefix("mesh_")
-        axis = _AXES.get(description, description)
-        key = (axis, collective, group.size())
+        key = (self._axis(group, collective), collective, group.size())
         self._segments[-1][*key, "calls"] += calls
         self._segments[-1][*key, "bytes"] += tensor_bytes
 
@@ -215,6 +221,15 @@ class Traffic:
                 calls[key] += factor * number
                 moved[key] += factor * size
         return tuple(Moved(*key, calls[key], moved[key]) for key in sorted(calls) if calls[key])
+
+    def _axis(self, group: ProcessGroup, collective: str) -> str:
+        named = self._axes.get(group.group_name, ())
+        of_tokens = ("ep", "cp", "pp")
+        wanted = _OF_TOKENS.get(collective) or [axis for axis in named if axis not in of_tokens]
+        fitting = [axis for axis in wanted if axis in named]
+        described = str(group.group_desc).removeprefix("mesh_")
+        axis = next(iter((*fitting, *named, described)))
+        return _AXES.get(axis, axis)
 
     def _ring(self, name: str, args: tuple[Any, ...]) -> None:
         backward = name == _RING_BACKWARD
@@ -237,8 +252,8 @@ def _group_of(args: Iterable[Any]) -> ProcessGroup | None:
                 return _group(arg)
             except (RuntimeError, ValueError):  # the name of a reduction
                 continue
-        if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):  # type: ignore[no-untyped-call]
-            return dist.ProcessGroup.unbox(arg)  # type: ignore[attr-defined,no-any-return]
+        if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
+            return dist.ProcessGroup.unbox(arg)
     return None
 
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._tools.fake_collectives  # noqa: F401  (collectives on fake tensors)
+import torch.distributed._tools.fake_collectives
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
@@ -54,14 +54,29 @@ def fake_world(degrees: Mesh, rank: int) -> World:
     return World(rank, 0, size, torch.device("cpu"), degrees, mesh, group, 60.0, experts)
 
 
+def axes_of(world: World) -> dict[str, list[str]]:
+    """The axes of each group of more than one rank, by the group's name."""
+    found: dict[str, list[str]] = {}
+    meshes = [world.mesh] if world.expert_mesh is None else [world.mesh, world.expert_mesh]
+    axes = [(mesh, axis) for mesh in meshes for axis in mesh.mesh_dim_names or ()]
+    if world.degrees.cp > 1:
+        axes.append((world.mesh, "fsdp"))
+    for mesh, axis in axes:
+        group = mesh.get_group(axis)
+        named = found.setdefault(group.group_name, [])
+        if group.size() > 1 and axis not in named:
+            named.append(axis)
+    return found
+
+
 class TracedEngine(Engine):
     """An engine whose steps are counted. Made, and used, with `fake` not active."""
 
     def __init__(self, fake: FakeTensorMode, *args: Any) -> None:
         self.fake = fake
-        self.memory, self.traffic = Memory(), Traffic()
-        self.watch: Watch | None = None
+        self.watch = Watch()
         super().__init__(*args)
+        self.memory, self.traffic = Memory(), Traffic(axes_of(self.world))
         self.stages: list[PlayedStage] = []
         if self._pipeline is not None:
             played = _PlayedPipeline(self._pipeline, self)
@@ -89,7 +104,6 @@ class TracedEngine(Engine):
 
     def begin(self) -> None:
         """A micro-batch begins, or what comes after the last."""
-        assert self.watch is not None
         self.watch.segment()
 
     def traced_step(self, tokens: Tensor, optimizer: torch.optim.Optimizer) -> None:
@@ -165,7 +179,9 @@ class _PlayedPipeline:
     def run(self, inputs: Tensor, targets: Tensor) -> Tensor | None:
         """As `Pipeline.run`, with as many micro-batches as `inputs` holds."""
         size = self._engine.flow.micro_batch_size
-        for tokens, wanted in zip(inputs.split(size), targets.split(size), strict=True):
+        for tokens, wanted in zip(
+            torch.split(inputs, size), torch.split(targets, size), strict=True
+        ):
             self._engine.begin()
             ends = [self._forward(stage, tokens, wanted) for stage in self.stages]
             for stage in reversed(self.stages):
@@ -196,7 +212,7 @@ class _PlayedPipeline:
         return entered, left
 
     def _backward(self, stage: PlayedStage, entered: Tensor, left: Tensor) -> None:
-        left.backward(torch.ones_like(left))
+        left.backward(torch.ones_like(left))  # type: ignore[no-untyped-call]
         if entered.grad is not None:
             self._send(entered.grad, stage.number - 1)
 
