@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from air_hpc.errors import BadInput, Problem, raise_if_any
+from air_hpc.models import Decoder
 from air_hpc.models.attention import CausalCore
 from air_hpc.parallel.ring import RingCore
 from air_hpc.parallel.ulysses import UlyssesCore
@@ -96,6 +97,20 @@ def context_core(method: Method, core: nn.Module, group: ProcessGroup) -> nn.Mod
     assert isinstance(core, CausalCore)
     raise_if_any(_beyond_ring(core))
     return RingCore(core.scale, group)
+
+
+def spread_sequence(
+    part: Decoder, sequence_length: int, layout: Layout, group: ProcessGroup
+) -> None:
+    """Have `part` work on this rank's tokens: their positions, and a core that reaches the others.
+
+    Raises BadInput as `context_core` does, and for a sequence that cannot be cut so.
+    """
+    part.use_positions(layout.positions(sequence_length))
+    for layer in part.layers.values():
+        attention = layer.get_submodule("attention")
+        core = context_core(layout.method, attention.get_submodule("core"), group)
+        attention.register_module("core", core)
 
 
 def _beyond_ring(core: CausalCore) -> list[Problem]:

@@ -24,9 +24,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from air_hpc.config.spec import ModelSpec
-from air_hpc.models import Decoder, initialize
+from air_hpc.models import Decoder, initialize, on_meta
+from air_hpc.parallel.context import Layout, spread_sequence
+from air_hpc.parallel.mixture import balance, spread_mixtures
 from air_hpc.parallel.options import EngineOptions
-from air_hpc.parallel.pipeline import Cut, Flow, Pipeline, TiedCopies, cut_of
+from air_hpc.parallel.pipeline import TIED_NAME, Cut, Flow, Pipeline, TiedCopies, cut_of
 from air_hpc.parallel.recompute import prepare_blocks
 from air_hpc.parallel.reduce import Held, copies_of
 from air_hpc.parallel.shard import is_plain, replicate, shard, uses_fsdp
@@ -64,6 +66,10 @@ class Engine:
         self._tensor_mesh: DeviceMesh | None = world.mesh["tp"] if degrees.tp > 1 else None
         self._loss_mesh = self._tensor_mesh if options.loss_parallel else None
         self._loss = loss_over(self._loss_mesh)
+        self._layout: Layout | None = None
+        if degrees.cp > 1:
+            self._context_group = world.mesh.get_group("cp")
+            self._layout = Layout.of(options.cp_method, self._context_group)
         cut: Cut | None = None
         if degrees.pp > 1:
             cut = cut_of(model, sequence_length, world, options)
@@ -95,9 +101,14 @@ class Engine:
         ranks = self.world.stage_ranks
         found = []
         for name, parameter in self.named_parameters():
-            stages = 2 if self._tied is not None and name == "tok_embeddings.weight" else 1
+            stages = 2 if self._tied is not None and name == TIED_NAME else 1
             found.append(Held(parameter, stages * copies_of(parameter, ranks)))
         return found
+
+    def written_elsewhere(self) -> tuple[str, ...]:
+        """Names whose copy on another rank is the one that a checkpoint holds."""
+        first = any(part.first for part in self.parts)
+        return () if first or self._tied is None else (TIED_NAME,)
 
     # -- a step ----------------------------------------------------------------------------------
 
@@ -120,6 +131,10 @@ class Engine:
             return torch.zeros((), device=self.world.device)
         return mean / self.world.stage_ranks
 
+    def finish_step(self, *, updates: bool = True) -> None:
+        """What follows the optimizer's step, or would have: experts are kept equally busy."""
+        balance(self.parts, self.world, updates=updates)
+
     def settle(self, tokens: Tensor) -> None:
         """Make DDP's gradient buckets final before the first step.
 
@@ -138,6 +153,7 @@ class Engine:
                 (logits.float().sum() * 0.0).backward()
         for parameter in self._module.parameters():
             parameter.grad = None
+        balance(self.parts, self.world, updates=False)
 
     def _accumulate(self, inputs: Tensor, targets: Tensor) -> Tensor:
         total = torch.zeros((), device=self.world.device)
@@ -175,7 +191,7 @@ class Engine:
 
     def _pieces(self, tokens: Tensor) -> Tensor:
         """This rank's tokens of each sequence."""
-        return tokens
+        return tokens if self._layout is None else self._layout.shard(tokens, tokens.dim() - 1)
 
     # -- building --------------------------------------------------------------------------------
 
@@ -186,6 +202,9 @@ class Engine:
         host = uses_fsdp(world, options) and options.cpu_offload
         parts = []
         for part in _on_meta(model, sequence_length, cut):
+            spread_mixtures(part, world, self._micro_batches)
+            if self._layout is not None:
+                spread_sequence(part, sequence_length, self._layout, self._context_group)
             if self._tensor_mesh is not None:
                 split(part, self._tensor_mesh, keep_logits_cut=self._loss_mesh is not None)
                 if options.compile:
@@ -195,7 +214,7 @@ class Engine:
                 shard(part, world, options)
             self._fill(part, model, seed, torch.device("cpu") if host else world.device)
             if host:
-                part.table = part.table.to(world.device)
+                _move_buffers(part, world.device)
             parts.append(part)
         return parts
 
@@ -222,15 +241,19 @@ class Engine:
         )
 
 
+def _move_buffers(part: nn.Module, device: torch.device) -> None:
+    """What stays on the device while the weights wait on the host."""
+    for module in part.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
+
+
 def _on_meta(model: ModelSpec, sequence_length: int, cut: Cut | None) -> list[Decoder]:
     """This rank's parts, shapes without storage."""
-    with torch.device("meta"):
-        if cut is None:
-            return [Decoder(model, sequence_length)]
-        last = len(cut.layers) - 1
-        return [
-            Decoder(
-                model, sequence_length, cut.layers[stage], first=stage == 0, last=stage == last
-            )
-            for stage in cut.mine
-        ]
+    if cut is None:
+        return [on_meta(model, sequence_length)]
+    last = len(cut.layers) - 1
+    return [
+        on_meta(model, sequence_length, cut.layers[stage], first=stage == 0, last=stage == last)
+        for stage in cut.mine
+    ]

@@ -31,7 +31,7 @@ from air_hpc.errors import BadInput
 from air_hpc.models import Decoder
 from air_hpc.parallel.options import EngineOptions
 from air_hpc.parallel.world import World
-from air_hpc.plan.schedule import SINGLE_STAGE, stage_owner
+from air_hpc.plan.schedule import SINGLE_STAGE, SPLIT_BACKWARD, stage_owner
 from air_hpc.plan.stages import cut_layers
 
 SCHEDULES = {
@@ -44,6 +44,7 @@ SCHEDULES = {
     "dual_pipe_v": "DualPipeV",
 }
 """Our names, and torch's."""
+TIED_NAME = "tok_embeddings.weight"
 
 
 @dataclass(frozen=True)
@@ -68,9 +69,7 @@ class Flow:
     dtype: torch.dtype
 
 
-def cut_of(
-    model: ModelSpec, sequence_length: int, world: World, options: EngineOptions
-) -> Cut:
+def cut_of(model: ModelSpec, sequence_length: int, world: World, options: EngineOptions) -> Cut:
     """The stages of `model` on this rank."""
     pp = world.degrees.pp
     each = options.pp_stages_per_rank or (1 if options.pp_schedule in SINGLE_STAGE else 2)
@@ -96,6 +95,14 @@ class Pipeline:
         options: EngineOptions,
         loss: Callable[[Tensor, Tensor], Tensor],
     ) -> None:
+        if options.pp_schedule in SPLIT_BACKWARD and options.recompute == "ops":
+            raise BadInput.single(
+                "parallelism.recompute",
+                "ops",
+                f"pp_schedule={options.pp_schedule} goes over each block's graph twice, and what"
+                " was computed again by operation can be used once",
+                allowed="none, full",
+            )
         self._parts = list(parts)
         stages = [
             PipelineStage(
@@ -119,9 +126,13 @@ class Pipeline:
                 allowed="1 or auto",
             )
         held: Any = stages[0] if single else stages
+
+        def share(logits: Tensor, targets: Tensor) -> Tensor:
+            return loss(logits, targets) / flow.micro_batches
+
         try:
             self._schedule: PipelineScheduleSingle | PipelineScheduleMulti = kind(
-                held, flow.micro_batches, loss_fn=loss
+                held, flow.micro_batches, loss_fn=share, scale_grads=False
             )
         except ValueError as error:
             raise BadInput.single(
@@ -143,7 +154,7 @@ class Pipeline:
         given = (inputs,) if first else ()
         asked: dict[str, Any] = {"target": targets, "losses": losses} if last else {}
         self._schedule.step(*given, return_outputs=False, **asked)
-        return torch.stack([loss.detach() for loss in losses]).mean() if last else None
+        return torch.stack([loss.detach() for loss in losses]).sum() if last else None
 
 
 class TiedCopies:

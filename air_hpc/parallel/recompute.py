@@ -55,7 +55,7 @@ def prepare_blocks(part: nn.Module, options: EngineOptions) -> None:
                 allowed="none, full, ops",
                 hint="Set train.compile=true",
             )
-        torch._functorch.config.activation_memory_budget = options.recompute_budget  # type: ignore[attr-defined]
+        torch._functorch.config.activation_memory_budget = options.recompute_budget
     for block in part.get_submodule("layers").children():
         if options.recompute in ("full", "ops"):
             _recompute(block, selective=options.recompute == "ops")

@@ -6,6 +6,8 @@ sum (Megatron-LM, arXiv 1909.08053; the sequence's part, 2205.05198). Norms work
 their weights are replicated DTensors and every parameter of a part is a DTensor: gradients of the
 copies are added by DTensor, and a norm or a clip never meets two kinds.
 
+Mixtures of experts are cut by `parallel.mixture`, in the same way.
+
 The head and the embedding are cut over the vocabulary. With `loss_parallel` the logits stay cut,
 and the loss is computed across the ranks without ever holding a row of them whole.
 
@@ -35,6 +37,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from air_hpc.models.decoder import Decoder, next_token_loss
+from air_hpc.models.moe import MoeFeedForward
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 
@@ -47,9 +50,7 @@ def split(part: Decoder, mesh: DeviceMesh, *, keep_logits_cut: bool) -> None:
     logits = Shard(-1) if keep_logits_cut else Replicate()
     plan: dict[str, ParallelStyle] = {}
     if part.tok_embeddings is not None:
-        plan["tok_embeddings"] = RowwiseParallel(
-            input_layouts=Replicate(), output_layouts=Shard(1)
-        )
+        plan["tok_embeddings"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
     if part.norm is not None:
         plan["norm"] = SequenceParallel()
     if part.output is not None:
@@ -75,7 +76,8 @@ def loss_over(mesh: DeviceMesh | None) -> LossFunction:
     def loss(logits: Tensor, targets: Tensor) -> Tensor:
         cut = DTensor.from_local(logits, mesh, [Shard(logits.dim() - 1)], run_check=False)
         mean = next_token_loss(cut, targets)
-        return mean.to_local() if isinstance(mean, DTensor) else mean
+        # A copy, since a view could not be detached in place, as pipelines do with what they used.
+        return mean.to_local().clone() if isinstance(mean, DTensor) else mean
 
     return loss
 
@@ -94,13 +96,16 @@ def _block_plan(layer: nn.Module) -> dict[str, ParallelStyle]:
         "attention.wk": ColwiseParallel(),
         "attention.wv": ColwiseParallel(),
         "attention.wo": RowwiseParallel(output_layouts=Shard(1)),
-        "feed_forward": PrepareModuleInput(
-            input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
-        ),
-        "feed_forward.w1": ColwiseParallel(),
-        "feed_forward.w2": RowwiseParallel(output_layouts=Shard(1)),
-        "feed_forward.w3": ColwiseParallel(),
     }
+    if not isinstance(layer.get_submodule("feed_forward"), MoeFeedForward):
+        plan |= {
+            "feed_forward": PrepareModuleInput(
+                input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
+            ),
+            "feed_forward.w1": ColwiseParallel(),
+            "feed_forward.w2": RowwiseParallel(output_layouts=Shard(1)),
+            "feed_forward.w3": ColwiseParallel(),
+        }
     for name in ("attention_norm", "ffn_norm", "attention_post_norm", "ffn_post_norm"):
         if getattr(layer, name) is not None:
             plan[name] = SequenceParallel(use_local_output=name.endswith("post_norm"))

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from air_hpc.config.spec import ModelSpec, OptimizerSpec
+from air_hpc.config.spec import ModelSpec, MoeSpec, OptimizerSpec
 from air_hpc.parallel.engine import Engine
 from air_hpc.parallel.options import EngineOptions
 from air_hpc.parallel.reduce import clip_gradients, sum_over_ranks
@@ -25,7 +25,12 @@ Curve = list[tuple[float, float]]
 """(loss, gradient norm) of each step."""
 
 _SMALL: dict[str, Any] = {
-    "dim": 32, "layers": 4, "heads": 4, "kv_heads": 2, "ffn_dim": 64, "vocab_size": 64
+    "dim": 32,
+    "layers": 4,
+    "heads": 4,
+    "kv_heads": 2,
+    "ffn_dim": 64,
+    "vocab_size": 64,
 }
 MODELS = {
     "llama": ModelSpec(**_SMALL),
@@ -41,6 +46,15 @@ MODELS = {
         logit_softcap=3.0,
         sliding_window=6,
         global_every=2,
+    ),
+    "mixtral": ModelSpec(
+        **_SMALL, moe=MoeSpec(experts=4, dense_layers=1, balance_loss_weight=0.05)
+    ),
+    "biased": ModelSpec(
+        **_SMALL,
+        moe=MoeSpec(
+            experts=4, shared_experts=1, score="sigmoid", balance="bias", balance_bias_rate=0.01
+        ),
     ),
 }
 
@@ -105,6 +119,7 @@ def train(world: World, case: Case) -> Curve:
             held[0].parameter.grad.mul_(2.0)  # type: ignore[union-attr]
         norm = clip_gradients(held, 1.0)
         optimizer.step()
+        engine.finish_step()
         optimizer.zero_grad()
         seen.append((float(sum_over_ranks(loss)), float(norm)))
     return seen
@@ -130,7 +145,5 @@ def gap(curve: Curve, model: str) -> float:
     """The largest difference of a loss or a norm from the single process; relative above 1."""
     pairs = zip(curve, single()[model], strict=True)
     return max(
-        abs(a - b) / max(1.0, abs(b))
-        for got, want in pairs
-        for a, b in zip(got, want, strict=True)
+        abs(a - b) / max(1.0, abs(b)) for got, want in pairs for a, b in zip(got, want, strict=True)
     )
