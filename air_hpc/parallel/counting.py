@@ -367,7 +367,7 @@ class Memory:
 
     def _number(self, tensor: Tensor, label: str) -> int:
         storage = tensor.untyped_storage()
-        number = self._known.get(storage)
+        number: int | None = self._known.get(storage)
         if number is None:
             number = len(self._labels)
             self._labels.append(label)
