@@ -24,6 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from air_hpc.config.spec import ModelSpec
+from air_hpc.errors import BadInput
 from air_hpc.models import Decoder, initialize, on_meta
 from air_hpc.parallel.context import Layout, spread_sequence
 from air_hpc.parallel.mixture import balance, spread_mixtures
@@ -45,7 +46,7 @@ from air_hpc.parallel.world import World
 class Engine:
     """A model on its mesh. `parts` are what this rank holds of it, in the model's order.
 
-    `build_engine` makes one. `micro_batches` of `micro_batch_size` sequences of `sequence_length`
+    `micro_batches` of `micro_batch_size` sequences of `sequence_length`
     tokens are a rank's part of a step.
     """
 
@@ -61,7 +62,7 @@ class Engine:
     ) -> None:
         self.world = world
         self._options = options
-        self._micro_batches = micro_batches
+        self.micro_batches = micro_batches
         degrees = world.degrees
         self._tensor_mesh: DeviceMesh | None = world.mesh["tp"] if degrees.tp > 1 else None
         self._loss_mesh = self._tensor_mesh if options.loss_parallel else None
@@ -70,13 +71,17 @@ class Engine:
         if degrees.cp > 1:
             self._context_group = world.mesh.get_group("cp")
             self._layout = Layout.of(options.cp_method, self._context_group)
+        if degrees.ep > 1 and model.moe is None:
+            raise BadInput.single(
+                "parallelism.ep", degrees.ep, f"model={model.name} has no experts", allowed="1"
+            )
         cut: Cut | None = None
         if degrees.pp > 1:
             cut = cut_of(model, sequence_length, world, options)
         self.parts = self._build(model, sequence_length, seed, cut)
         self._module: nn.Module = self.parts[0]
         if is_plain(world):
-            self._module = replicate(self.parts[0], world)
+            self._module = self._replicated(self.parts[0])
         self._tied: TiedCopies | None = None
         self._pipeline: Pipeline | None = None
         if cut is not None:
@@ -202,7 +207,7 @@ class Engine:
         host = uses_fsdp(world, options) and options.cpu_offload
         parts = []
         for part in _on_meta(model, sequence_length, cut):
-            spread_mixtures(part, world, self._micro_batches)
+            spread_mixtures(part, world, self.micro_batches)
             if self._layout is not None:
                 spread_sequence(part, sequence_length, self._layout, self._context_group)
             if self._tensor_mesh is not None:
@@ -212,11 +217,18 @@ class Engine:
             prepare_blocks(part, options)
             if uses_fsdp(world, options):
                 shard(part, world, options)
-            initialize(part, model, seed, torch.device("cpu") if host else world.device)
+            self._fill(part, model, seed, torch.device("cpu") if host else world.device)
             if host:
                 _move_buffers(part, world.device)
             parts.append(part)
         return parts
+
+    def _fill(self, part: Decoder, model: ModelSpec, seed: int, device: torch.device) -> None:
+        """Storage and first weights."""
+        initialize(part, model, seed, device)
+
+    def _replicated(self, part: Decoder) -> nn.Module:
+        return replicate(part, self.world)
 
     def _flow(self, model: ModelSpec, sequence_length: int, micro_batch_size: int) -> Flow:
         degrees = self.world.degrees
@@ -225,7 +237,7 @@ class Engine:
         if self._loss_mesh is not None:
             vocabulary //= degrees.tp
         return Flow(
-            self._micro_batches,
+            self.micro_batches,
             micro_batch_size,
             tokens,
             (micro_batch_size, tokens // degrees.tp, model.dim),

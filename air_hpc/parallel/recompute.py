@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.checkpoint import (
+    SAC_IGNORED_OPS,
     CheckpointPolicy,
     SelectiveCheckpointContext,
     checkpoint,
@@ -37,6 +38,14 @@ _KEPT = frozenset(
         _ATEN._scaled_dot_product_cudnn_attention.default,
         torch.ops._c10d_functional.reduce_scatter_tensor.default,
         torch.ops._c10d_functional.all_to_all_single.default,
+    }
+)
+# FSDP's hooks around the experts inside a block mark where they begin and end, and do so at other
+# places in a repetition: marks are no part of what is repeated.
+SAC_IGNORED_OPS.update(
+    {
+        torch.ops.profiler._record_function_enter_new.default,
+        torch.ops.profiler._record_function_exit._RecordFunction,
     }
 )
 
@@ -68,7 +77,7 @@ def _recompute(block: nn.Module, *, selective: bool) -> None:
     if selective:
         kept["context_fn"] = _selection
     random = bool(getattr(block, "dropout", 0.0))
-    block.forward = functools.partial(  # type: ignore[method-assign]
+    block.forward = functools.partial(
         checkpoint, block.forward, use_reentrant=False, preserve_rng_state=random, **kept
     )
 
@@ -88,4 +97,4 @@ def _selection() -> Any:
         kept = operation in _KEPT
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
-    return create_selective_checkpoint_contexts(policy)
+    return create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
