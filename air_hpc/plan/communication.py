@@ -226,7 +226,7 @@ def _experts(place: _Place) -> Iterator[Traffic]:
 
 
 def _data(place: _Place) -> Iterator[Traffic]:
-    mesh, kind = place.mesh, wrapper(place.mesh)
+    mesh, kind = place.mesh, wrapper(place.spec, place.mesh)
     model = place.spec.model
     if kind == "ddp":
         total = sum(whole_stage(model, stage, mesh).total for stage in place.stages)

@@ -33,11 +33,16 @@ class Stage:
     last: bool
 
 
-def wrapper(mesh: Mesh) -> Wrapper:
-    """What keeps the data-parallel ranks together on this mesh."""
+def wrapper(spec: RunSpec, mesh: Mesh) -> Wrapper:
+    """What keeps the data-parallel ranks together on this mesh.
+
+    FSDP serves also where tp or pp alone spread the model, for its float32 masters of bf16 weights.
+    """
     if mesh.world_size == mesh.dp_replicate:
         return "ddp" if mesh.dp_replicate > 1 else "none"
-    return "fsdp"
+    spreads = mesh.dp_replicate * mesh.shard_size > 1
+    masters = spec.train.precision != "fp32" or spec.parallelism.cpu_offload
+    return "fsdp" if spreads or masters else "none"
 
 
 def stages_by_rank(spec: RunSpec, mesh: Mesh) -> tuple[tuple[Stage, ...], ...]:
