@@ -39,7 +39,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from air_hpc.config.spec import RunSpec
-from air_hpc.plan.blocks import Parameters, embedding_parameters
+from air_hpc.plan.blocks import Parameters
+from air_hpc.plan.flops import embedding_parameters
 from air_hpc.plan.layout import (
     COMPUTE_BYTES,
     Stage,

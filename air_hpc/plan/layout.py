@@ -12,7 +12,8 @@ from functools import lru_cache
 from typing import Literal
 
 from air_hpc.config.spec import ModelSpec, RunSpec
-from air_hpc.plan.blocks import Parameters, block_parts, embedding_parameters
+from air_hpc.plan.blocks import Parameters, block_parts
+from air_hpc.plan.flops import embedding_parameters
 from air_hpc.plan.schedule import stage_owner, stages_per_rank
 from air_hpc.plan.stages import cut_layers
 from air_hpc.plan.types import Mesh
