@@ -152,7 +152,7 @@ class _Rank:
     def estimate(self, pp_rank: int) -> MemoryPerRank:
         """The most of each part, and the most of all together."""
         optimizer = _optimizer_bytes_per_parameter(self.spec) * self.on_device
-        moments = (self.at_loss(), self.at_first_block(), self.at_end(), self.at_step())
+        moments = (self.at_loss(), *self.at_first_block(), self.at_end(), self.at_step())
         most = {part.name: max(getattr(m, part.name) for m in moments) for part in fields(_Moment)}
         tensors = optimizer + max(moment.total for moment in moments)
         margin = 0.0
@@ -243,34 +243,35 @@ class _Rank:
         weights = _MASTER_BYTES * self.on_device + self.copies(0)
         return _Moment(weights, self.summed, self.activations, logits)
 
-    def at_first_block(self) -> _Moment:
-        """The backward pass of the last block, which runs first; the head's is done."""
-        c, model = self.shape.compute_bytes, self.spec.model
+    def at_first_block(self) -> tuple[_Moment, _Moment]:
+        """The backward pass of the last block, which runs first: at work, and when it is done and
+        its gradients are on the way. The head's is done."""
+        c, model, tokens = self.shape.compute_bytes, self.spec.model, self.tokens
         layers = {model.is_moe(layer) for stage in self.stages for layer in stage.layers}
         again = max((block_again(self.shape, moe=moe) for moe in layers), default=0.0)
         at_work = max((block_at_work(self.shape, moe=moe) for moe in layers), default=0.0)
+        kept = min((block_kept(self.shape, moe=moe) for moe in layers), default=0.0)
         last = [stage for stage in self.stages if stage.last]
         head = whole_ends(model, last[0], self.mesh).total if last else 0
         if last and last[0].first and not model.tied_head:
             head //= 2
+        sent = 4 * self.block
         if self.wrapper == "fsdp":
-            waiting = c * head + (c + 4) * self.block
+            waiting = c * (head + self.block)
         else:
-            waiting = 4 * (head + self.block)
-        if self.summed and self.wrapper != "fsdp":
-            waiting = 0  # added to what is there
+            waiting, sent = (0, 0) if self.summed else (4 * (head + self.block), 0)
+        if self.mesh.pp > 1 and self.micro_batches > 1:
+            sent = 0  # summed whole; scattered in the end
         logits = 0.0
         if last:
             others = self.held[last[0].number] - 1
-            logits = others * self.tokens * (logits_kept(self.shape) + c * self.shape.vocabulary)
-        blocks = 1 + self.spec.parallelism.prefetch
-        weights = _MASTER_BYTES * self.on_device + self.copies(blocks)
-        return _Moment(
-            weights,
-            self.summed + waiting,
-            self.activations + self.tokens * again,
-            logits,
-            self.tokens * at_work,
+            logits = others * tokens * (logits_kept(self.shape) + c * self.shape.vocabulary)
+        weights = _MASTER_BYTES * self.on_device + self.copies(1 + self.spec.parallelism.prefetch)
+        gradients = self.summed + waiting
+        whole = self.activations
+        return (
+            _Moment(weights, gradients, whole + tokens * again, logits, tokens * at_work),
+            _Moment(weights, gradients + sent, whole - tokens * kept, logits),
         )
 
     def at_end(self) -> _Moment:
