@@ -24,8 +24,8 @@ in compute precision):
 - pp: activations to the next stage, their gradients back; a tied head's gradient once a step.
 
 `full` recompute repeats a block's forward collectives, but for the last reduce-scatter, whose
-result nothing needs (torch's checkpoint stops early); `ops` keeps what came over the network but for what
-was gathered. Reductions of single numbers (loss, gradient norm) are left out.
+result nothing needs (torch's checkpoint stops early); `ops` repeats the gathers alone. Left out are
+reductions of single numbers: of the loss and the gradient norm.
 
 How far: ranks lie tp innermost, then cp, dp_shard, dp_replicate, pp (`plan.types.MESH_AXES`), so a
 group's members follow one another at the product of the degrees inside.
