@@ -17,8 +17,9 @@ c bytes an element in compute precision:
   micro-batches in flight (`plan.pipeline_time`).
 - logits: what the loss keeps, and two float32 gradients of the logits where its backward begins. A
   pipeline's last stage holds the logits themselves too, for each micro-batch in flight.
-- buffers: what a block's backward pass has at work beside what was kept, the tokens on their way to
-  experts and back, and in a pipeline one activation and one gradient received.
+- buffers: what a block's backward pass has at work beside what was kept, and in a pipeline room for
+  what a stage receives: an activation and a gradient for each micro-batch of a step, since torch
+  2.13 (`PipelineStage`) sets aside all of them at once.
 - margin: on a GPU 1.5 GB (context, NCCL's channels, kernels' workspaces) and 4 % of the tensors
   (the caching allocator's fragmentation): a choice, not a measurement. None on a CPU.
 
@@ -35,7 +36,7 @@ the formulas are checked. A plan is no promise that a run fits.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 from air_hpc.config.spec import RunSpec
@@ -118,7 +119,8 @@ def _kept(shape: Shape, stage: Stage) -> float:
     experts = sum(shape.model.is_moe(layer) for layer in stage.layers)
     total = experts * block_kept(shape, moe=True) if experts else 0.0
     total += (len(stage.layers) - experts) * block_kept(shape, moe=False)
-    return total + (head_kept(shape) if stage.last else 0.0)
+    sent = shape.compute_bytes * shape.model.dim / shape.tp
+    return total + (head_kept(shape) if stage.last else sent)
 
 
 @dataclass(frozen=True)
@@ -153,6 +155,7 @@ class _Rank:
         """The most of each part, and the most of all together."""
         optimizer = _optimizer_bytes_per_parameter(self.spec) * self.on_device
         moments = (self.at_loss(), *self.at_first_block(), self.at_end(), self.at_step())
+        moments = tuple(replace(m, buffers=m.buffers + self.received) for m in moments)
         most = {part.name: max(getattr(m, part.name) for m in moments) for part in fields(_Moment)}
         tensors = optimizer + max(moment.total for moment in moments)
         margin = 0.0
@@ -228,6 +231,15 @@ class _Rank:
     @cached_property
     def activations(self) -> float:
         return sum(self.held[stage.number] * self.kept[stage.number] for stage in self.stages)
+
+    @cached_property
+    def received(self) -> float:
+        """Where stages receive: torch has room for each micro-batch of a step, both ways."""
+        if self.mesh.pp == 1:
+            return 0.0
+        ways = sum((not stage.first) + (not stage.last) for stage in self.stages)
+        stream = self.tokens * self.shape.compute_bytes * self.spec.model.dim / self.mesh.tp
+        return ways * self.micro_batches * stream
 
     # -- the moments -----------------------------------------------------------------------------
 
