@@ -149,7 +149,7 @@ def uneven_rows(rank: int, rendezvous: str) -> list[list[Any]]:
     for counts, dtype in UNEVEN:
         torch.manual_seed(5)
         here, everything = (Experts(n, 8, 8, "silu").to(dtype) for n in (2, 4))
-        rows = torch.randn(5 * (1 - rank), 8, dtype=dtype, requires_grad=True)
+        rows = torch.randn(5, 8).to(dtype)[: 5 * (1 - rank)].requires_grad_()
         with torch.no_grad():
             for whole, part in zip(everything.parameters(), here.parameters(), strict=True):
                 whole.copy_(torch.randn(whole.shape))
@@ -166,7 +166,9 @@ def uneven_rows(rank: int, rendezvous: str) -> list[list[Any]]:
 
 def test_a_rank_without_rows_of_its_own_or_for_it_still_takes_part() -> None:
     for rank, cases in enumerate(run_ranks(2, uneven_rows)):
-        for got, sent_back, wanted, gradient in cases:
+        for (_, dtype), results in zip(UNEVEN, cases, strict=True):
+            got, sent_back, wanted, gradient = (torch.tensor(result) for result in results)
             assert len(got) == 5 * (1 - rank)
-            torch.testing.assert_close(torch.tensor(got), torch.tensor(wanted))
-            torch.testing.assert_close(torch.tensor(sent_back), torch.tensor(gradient))
+            near = {"rtol": 2e-2, "atol": 2e-2} if dtype == torch.bfloat16 else {}
+            torch.testing.assert_close(got, wanted, **near)
+            torch.testing.assert_close(sent_back, gradient, **near)
