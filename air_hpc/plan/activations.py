@@ -158,5 +158,7 @@ def logits_kept(shape: Shape) -> float:
 
 @lru_cache(maxsize=1024)
 def logits_peak(shape: Shape) -> float:
-    """More than is kept, where the loss' backward pass begins: two gradients in float32."""
-    return 8 * shape.vocabulary
+    """More than is kept, where the loss' backward pass begins: float32 gradients of the logits, two
+    of them, and a third where they are cut over the vocabulary (`loss_parallel`)."""
+    cut = shape.loss_parallel and shape.tp > 1
+    return (12 if cut else 8) * shape.vocabulary

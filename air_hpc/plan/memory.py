@@ -15,7 +15,7 @@ c bytes an element in compute precision:
   step over many tensors has 4·S of its own while it runs, as SGD with weight decay has anywhere.
 - activations: `plan.activations`, by token, times the tokens of a micro-batch, times the
   micro-batches in flight (`plan.pipeline_time`).
-- logits: what the loss keeps, and two float32 gradients of the logits where its backward begins. A
+- logits: what the loss keeps, and float32 gradients of the logits where its backward begins. A
   pipeline's last stage holds the logits themselves too, for each micro-batch in flight.
 - buffers: what a block's backward pass has at work beside what was kept, and in a pipeline room for
   what a stage receives: an activation and a gradient for each micro-batch of a step, since torch
@@ -291,7 +291,9 @@ class _Rank:
         c = self.shape.compute_bytes
         masters = float(_MASTER_BYTES * self.on_device)
         if self.wrapper != "fsdp":
-            return _Moment(masters + self.copies(0), 4.0 * self.parameters.total)
+            # A tied matrix has a gradient of each use before they are one.
+            twice = 8.0 * self.ends if self.spec.model.tied_head else 0.0
+            return _Moment(masters + self.copies(0), 4.0 * self.parameters.total + twice)
         if self.mesh.pp > 1:
             whole = self.parameters.total + max(self.block, self.ends)
             return _Moment(masters + self.copies(0), 4.0 * whole)
