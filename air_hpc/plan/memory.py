@@ -154,8 +154,8 @@ class _Rank:
     def estimate(self, pp_rank: int) -> MemoryPerRank:
         """The most of each part, and the most of all together."""
         optimizer = _optimizer_bytes_per_parameter(self.spec) * self.on_device
-        moments = (self.at_loss(), *self.at_first_block(), self.at_end(), self.at_step())
-        moments = tuple(replace(m, buffers=m.buffers + self.received) for m in moments)
+        moments = [self.at_loss(), *self.at_first_block(), self.at_end(), self.at_step()]
+        moments = [replace(moment, buffers=moment.buffers + self.received) for moment in moments]
         most = {part.name: max(getattr(m, part.name) for m in moments) for part in fields(_Moment)}
         tensors = optimizer + max(moment.total for moment in moments)
         margin = 0.0
@@ -233,6 +233,13 @@ class _Rank:
         return sum(self.held[stage.number] * self.kept[stage.number] for stage in self.stages)
 
     @cached_property
+    def still_sent(self) -> float:
+        """The buffer in which the ends' gradients of the micro-batch before were reduced: FSDP lets
+        go of it at the next reduction."""
+        again = self.wrapper == "fsdp" and self.mesh.pp == 1 and self.micro_batches > 1
+        return 4.0 * self.ends if again else 0.0
+
+    @cached_property
     def received(self) -> float:
         """Where stages receive: torch has room for each micro-batch of a step, both ways."""
         if self.mesh.pp == 1:
@@ -253,11 +260,11 @@ class _Rank:
             kept += self.tokens * self.shape.compute_bytes * self.shape.vocabulary
         logits = self.held[last[0].number] * kept + self.tokens * logits_peak(self.shape)
         weights = _MASTER_BYTES * self.on_device + self.copies(0)
-        return _Moment(weights, self.summed, self.activations, logits)
+        return _Moment(weights, self.summed, self.activations, logits, self.still_sent)
 
     def at_first_block(self) -> tuple[_Moment, _Moment]:
-        """The backward pass of the last block, which runs first: at work, and when it is done and
-        its gradients are on the way. The head's is done."""
+        """The backward pass of the last block, which runs first, and that of the one before, while
+        the gradients of the last are on the way. The head's is done."""
         c, model, tokens = self.shape.compute_bytes, self.spec.model, self.tokens
         layers = {model.is_moe(layer) for stage in self.stages for layer in stage.layers}
         again = max((block_again(self.shape, moe=moe) for moe in layers), default=0.0)
@@ -282,8 +289,20 @@ class _Rank:
         gradients = self.summed + waiting
         whole = self.activations
         return (
-            _Moment(weights, gradients, whole + tokens * again, logits, tokens * at_work),
-            _Moment(weights, gradients + sent, whole - tokens * kept, logits),
+            _Moment(
+                weights,
+                gradients,
+                whole + tokens * again,
+                logits,
+                tokens * at_work + self.still_sent,
+            ),
+            _Moment(
+                weights,
+                gradients + sent,
+                whole + tokens * (again - kept),
+                logits,
+                tokens * at_work,
+            ),
         )
 
     def at_end(self) -> _Moment:
