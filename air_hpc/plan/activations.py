@@ -89,7 +89,7 @@ def block_whole(shape: Shape, *, moe: bool) -> float:
         total += shape.norm(q + k) / t
     total += 2 * c * model.dim
     total += _attention(shape)
-    return total + (_experts(shape) if moe else 4 * c * model.ffn_dim / t)
+    return total + (experts_whole(shape) if moe else 4 * c * model.ffn_dim / t)
 
 
 def _attention(shape: Shape) -> float:
@@ -103,7 +103,8 @@ def _attention(shape: Shape) -> float:
     return (kept + (8 + 3 * c) * model.heads * shape.sequence_length) / shape.tp
 
 
-def _experts(shape: Shape) -> float:
+def experts_whole(shape: Shape) -> float:
+    """Of a mixture of experts, of which nothing is computed again."""
     model, c, moe = shape.model, shape.compute_bytes, shape.model.moe
     assert moe is not None
     width = (moe.expert_ffn_dim or model.ffn_dim) / shape.tp
