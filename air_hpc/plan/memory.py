@@ -5,10 +5,10 @@ With P the parameters of a rank's stages after tp and ep, S those it keeps of th
 c bytes an element in compute precision:
 
 - weights: 4·S for the float32 masters. FSDP adds gathered copies in compute precision: the ends for
-  the whole step, and of the blocks one at work and `prefetch` ahead, c·B each (of
-  those ahead not the experts, a unit of their own); all of them without
-  `reshard_after_forward`, and in a pipeline, where they stay from the first micro-batch to the
-  last. A plain bf16 run has autocast's copies of the matrices instead.
+  the whole step, of the blocks one at work and `prefetch` ahead, c·B each (of those ahead not the
+  experts, a unit of their own); all of them without `reshard_after_forward`, and in a pipeline,
+  where they stay from the first micro-batch to the last. A plain bf16 run has autocast's copies of
+  the matrices instead.
 - gradients: float32, 4·S. FSDP adds what it has not scattered yet: a unit's in compute precision
   and in the float32 buffer that is reduced, (c + 4) each, of the ends until the backward pass has
   ended. In a pipeline gradients are summed whole before they are scattered once: 4·P instead.
