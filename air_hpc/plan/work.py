@@ -1,0 +1,338 @@
+"""What one rank does for one micro-batch in one part of the model: the work that time is made of.
+
+A `Job` says everything that matters for time. `block_work` counts, for one block and one pass, the
+FLOPs of its matrix products, those of attention, the bytes that memory-bound operations move and
+the collectives that stand in the way. Recomputed work is counted apart. No rate is known here.
+
+    FLOPs            two a weight and token forward, four backward; attention's two products over
+                     what the mask leaves, and five products of that size in a flash backward pass
+                     (arXiv 2205.14135, 2307.08691)
+    memory-bound     bytes an element of each operation, counted below, once as eager kernels that
+                     each read and write, once as torch.compile fuses them
+    collectives      sequence-parallel tp: an all-gather before and a reduce-scatter after each half
+                     of a block, both ways (arXiv 2205.05198); ulysses: all-to-all of q, k, v and
+                     the result (2309.14509); ring: k and v around, beside attention (2310.01889);
+                     experts: all-to-all there and back
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from air_hpc.config.spec import ModelSpec, ParallelismSpec, RunSpec
+from air_hpc.hardware.network import Collective, Group
+from air_hpc.plan.blocks import block_parts, embedding_parameters
+from air_hpc.plan.types import Mesh
+
+COMPUTE_BYTES = {"fp32": 4, "bf16": 2}
+
+
+@dataclass(frozen=True)
+class Job:
+    """A model on a mesh, as far as its time goes.
+
+    `fp8` runs the blocks' linear layers in fp8 and gathers weights in it; `overlapped_tp` runs tp's
+    collectives in pieces beside the matrix products. Neither is in this engine: published runs have
+    them.
+    """
+
+    model: ModelSpec
+    mesh: Mesh
+    parallelism: ParallelismSpec
+    sequence_length: int
+    micro_batch_size: int
+    micro_batches: int
+    precision: str = "bf16"
+    compile: bool = False
+    optimizer_bytes: int = 28
+    fp8: bool = False
+    overlapped_tp: bool = False
+
+    @property
+    def element_bytes(self) -> int:
+        """Of an activation."""
+        return COMPUTE_BYTES[self.precision]
+
+    @property
+    def tokens(self) -> int:
+        """Of a micro-batch on a rank, before tp cuts them."""
+        return self.micro_batch_size * self.sequence_length // self.mesh.cp
+
+    @property
+    def tp_group(self) -> Group:
+        """Neighbours."""
+        return Group(self.mesh.tp)
+
+    @property
+    def cp_group(self) -> Group:
+        """Outside tp."""
+        return Group(self.mesh.cp, self.mesh.tp)
+
+    @property
+    def shard_group(self) -> Group:
+        """Over which weights are sharded: dp_shard and cp."""
+        return Group(self.mesh.dp_shard * self.mesh.cp, self.mesh.tp)
+
+    @property
+    def expert_group(self) -> Group:
+        """Over which tokens go to their experts."""
+        return Group(self.mesh.ep, self.mesh.tp)
+
+    @property
+    def expert_shard_group(self) -> Group:
+        """Over which the weights of experts are sharded."""
+        whole = self.mesh.dp_shard * self.mesh.cp
+        return Group(whole // self.mesh.ep, self.mesh.tp * self.mesh.ep)
+
+    @property
+    def replica_group(self) -> Group:
+        """Over which gradients are added up: dp_replicate."""
+        inner = self.mesh.dp_shard * self.mesh.cp * self.mesh.tp
+        return Group(self.mesh.dp_replicate, inner)
+
+    @property
+    def pipeline_group(self) -> Group:
+        """Two neighbouring stages."""
+        return Group(2 if self.mesh.pp > 1 else 1, self.mesh.world_size // self.mesh.pp)
+
+
+def job_of(spec: RunSpec, mesh: Mesh, micro_batch_size: int) -> Job:
+    """The job that a spec and its resolved mesh describe."""
+    rank_batch = spec.train.global_batch_size // mesh.data_parallel_size
+    return Job(
+        model=spec.model,
+        mesh=mesh,
+        parallelism=spec.parallelism,
+        sequence_length=spec.data.sequence_length,
+        micro_batch_size=micro_batch_size,
+        micro_batches=max(1, rank_batch // micro_batch_size),
+        precision=spec.train.precision,
+        compile=spec.train.compile,
+        optimizer_bytes=28 if spec.optimizer.name == "adamw" else 20,
+    )
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """`count` collectives of one kind, each of `whole_bytes`. `name` is the dimension's."""
+
+    name: str
+    collective: Collective
+    group: Group
+    whole_bytes: float
+    count: float = 1.0
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A forward or a backward pass: FLOPs, bytes and what it waits for."""
+
+    linear_flops: float = 0.0
+    matmul_flops: float = 0.0
+    attention_flops: float = 0.0
+    memory_bytes: float = 0.0
+    transfers: tuple[Transfer, ...] = ()
+
+
+@dataclass(frozen=True)
+class BlockWork:
+    """A block's passes; `again` is what the backward pass computes a second time."""
+
+    forward: Pass
+    backward: Pass
+    again: Pass
+    weights: int = 0
+    """Parameters of a tp rank that FSDP gathers for it, experts apart."""
+    expert_weights: int = 0
+
+
+@dataclass(frozen=True)
+class Kinds:
+    """How many blocks of each kind (has experts, window) a stage has, and whether it has ends."""
+
+    blocks: tuple[tuple[bool, int | None, int], ...]
+    first: bool
+    last: bool
+    layers: int = field(compare=False, default=0)
+
+
+def kinds_of(model: ModelSpec, layers: Iterable[int], *, first: bool, last: bool) -> Kinds:
+    """The kinds of a stage's layers."""
+    counted = Counter((model.is_moe(layer), model.window(layer)) for layer in layers)
+    blocks = tuple((moe, window, count) for (moe, window), count in counted.items())
+    return Kinds(blocks, first, last, sum(counted.values()))
+
+
+def attended(sequence_length: int, window: int | None) -> float:
+    """How many tokens one attends to on average, under a causal mask."""
+    if window is None or window >= sequence_length:
+        return sequence_length / 2
+    return window - window * window / (2 * sequence_length)
+
+
+@lru_cache(maxsize=8192)
+def block_work(job: Job, moe: bool, window: int | None) -> BlockWork:
+    """The work of one block of a kind on one rank for one micro-batch."""
+    model, mesh, tokens = job.model, job.mesh, job.tokens
+    layer = next(n for n in range(model.layers) if model.is_moe(n) == moe)
+    parts = block_parts(model, layer)
+    active = parts.matrices
+    ffn = model.ffn_dim
+    if moe and model.moe is not None:
+        width = model.moe.expert_ffn_dim or model.ffn_dim
+        ffn = width * (model.moe.active_experts + model.moe.shared_experts)
+        active += parts.experts // model.moe.experts * model.moe.active_experts
+        active += model.dim * model.moe.experts
+    linear = 2.0 * active * tokens / mesh.tp
+    seen = attended(job.sequence_length, window)
+    attention = 4.0 * model.heads * model.head_width * seen * tokens / mesh.tp
+    forward = _passing(job, linear, attention, ffn, moe=moe, backward=False)
+    backward = _passing(job, 2 * linear, 2.5 * attention, ffn, moe=moe, backward=True)
+    return BlockWork(
+        forward,
+        backward,
+        _again(job, forward),
+        weights=parts.matrices // mesh.tp + parts.replicated,
+        expert_weights=parts.experts // (mesh.tp * mesh.ep),
+    )
+
+
+def _passing(
+    job: Job, linear: float, attention: float, ffn: int, *, moe: bool, backward: bool
+) -> Pass:
+    context = _context(job, backward=backward)
+    transfers = (*_tensor(job), *context, *(_experts(job) if moe else ()))
+    memory = _bytes(job, ffn, backward=backward)
+    return Pass(linear, 0.0, attention, memory, transfers)
+
+
+def _again(job: Job, forward: Pass) -> Pass:
+    """What is computed a second time, by the policy (config.spec.ParallelismSpec)."""
+    policy = job.parallelism.recompute
+    if policy == "none":
+        return Pass()
+    if policy == "full":
+        return forward
+    if policy == "ops":
+        kept = tuple(t for t in forward.transfers if t.collective != "reduce_scatter")
+        kept = tuple(t for t in kept if t.name == "tp")
+        return Pass(forward.linear_flops / 2, 0.0, 0.0, forward.memory_bytes, kept)
+    share = 1 - job.parallelism.recompute_budget
+    transfers = tuple(
+        Transfer(t.name, t.collective, t.group, t.whole_bytes, share * t.count)
+        for t in forward.transfers
+    )
+    return Pass(
+        share * forward.linear_flops,
+        0.0,
+        share * forward.attention_flops,
+        share * forward.memory_bytes,
+        transfers,
+    )
+
+
+def _tensor(job: Job) -> tuple[Transfer, ...]:
+    if job.mesh.tp == 1:
+        return ()
+    whole = float(job.tokens * job.model.dim * job.element_bytes)
+    gathered = whole / 2 if job.fp8 else whole
+    return (
+        Transfer("tp", "all_gather", job.tp_group, gathered, 2),
+        Transfer("tp", "reduce_scatter", job.tp_group, whole, 2),
+    )
+
+
+def _context(job: Job, *, backward: bool) -> tuple[Transfer, ...]:
+    """The ring's backward pass takes the gradients of k and v along, in float32."""
+    if job.mesh.cp == 1:
+        return ()
+    model, head = job.model, job.model.head_width
+    each = job.tokens * head * job.element_bytes / job.mesh.tp
+    if job.parallelism.cp_method == "ring":
+        whole = 2 * model.kv_heads * each * (1 + 4 / job.element_bytes if backward else 1)
+        return (Transfer("cp", "p2p", job.cp_group, whole, job.mesh.cp - 1),)
+    whole = (2 * model.heads + 2 * model.kv_heads) * each
+    return (Transfer("cp", "all_to_all", job.cp_group, whole),)
+
+
+def _experts(job: Job) -> tuple[Transfer, ...]:
+    moe = job.model.moe
+    if job.mesh.ep == 1 or moe is None:
+        return ()
+    whole = float(job.tokens * moe.active_experts * job.model.dim * job.element_bytes)
+    return (Transfer("ep", "all_to_all", job.expert_group, whole, 2),)
+
+
+def _bytes(job: Job, ffn: int, *, backward: bool) -> float:
+    """Bytes that the memory-bound operations of one block move, for one micro-batch on one rank.
+
+    Counted for elements of two bytes. Eager, an operation reads its inputs and writes its result:
+    a norm goes through float32 (20 forward, 24 back), a rotation too (20, 20), the gate and its
+    product (10, 18), the sums of the residual stream (6 each) and of the gradients of an input that
+    several matrices read (6 each). Fused, each value is read and written once: norm with residual
+    (8, 10), rotation (4, 4), gate (6, 10).
+    """
+    model, head = job.model, job.model.head_width
+    turned = (model.heads + model.kv_heads) * head
+    norms = 4 if model.post_norms else 2
+    dim = model.dim
+    if job.compile:
+        norm, turn, gate = (10, 4, 10) if backward else (8, 4, 6)
+        per_token = norm * norms * dim + turn * turned + gate * ffn
+    else:
+        norm, turn, gate = (24, 20, 18) if backward else (20, 20, 10)
+        per_token = (norm * norms + 12) * dim + turn * turned + gate * ffn
+    if model.qk_norm:
+        per_token += norm * turned
+    if backward:
+        per_token += 3 * 6 * dim
+    if job.fp8:
+        per_token += _cast_bytes(job, ffn, backward=backward)
+    scale = job.element_bytes / 2
+    return scale * per_token * job.tokens / job.mesh.tp
+
+
+def _cast_bytes(job: Job, ffn: int, *, backward: bool) -> float:
+    """A tensor in bf16 is read for its largest value and again to cast it (5 bytes); backward it
+    is needed in two layouts (8), and what went forward is cast anew (3)."""
+    model = job.model
+    q, kv = model.heads * model.head_width, model.kv_heads * model.head_width
+    into = 5 * model.dim + q + ffn
+    out = q + 2 * kv + 2 * ffn + 2 * model.dim
+    return 8 * out + 3 * into if backward else 5 * into
+
+
+LOGIT_BYTES = {False: (14, 14), True: (6, 6)}
+"""Bytes a logit, forward and backward: cast to float32 and log-softmax, eager or fused."""
+
+
+def head_work(job: Job) -> BlockWork:
+    """The final norm, the output head and the loss."""
+    model, mesh = job.model, job.mesh
+    flops = 2.0 * embedding_parameters(model) * job.tokens / mesh.tp
+    forward_bytes, backward_bytes = LOGIT_BYTES[job.compile]
+    logits = job.tokens * model.vocab_size / (mesh.tp if job.parallelism.loss_parallel else 1)
+    tensor = _tensor(job)[:1]
+    tensor = tuple(Transfer(t.name, t.collective, t.group, t.whole_bytes) for t in tensor)
+    return BlockWork(
+        Pass(0.0, flops, 0.0, forward_bytes * logits, tensor),
+        Pass(0.0, 2 * flops, 0.0, backward_bytes * logits, tensor),
+        Pass(),
+        weights=embedding_parameters(model) // mesh.tp,
+    )
+
+
+def embedding_work(job: Job) -> BlockWork:
+    """The embedding: rows are read and, backward, added up in float32."""
+    moved = float(job.tokens * job.model.dim * job.element_bytes)
+    tensor = _tensor(job)[1:]
+    tensor = tuple(Transfer(t.name, t.collective, t.group, t.whole_bytes) for t in tensor)
+    return BlockWork(
+        Pass(memory_bytes=2 * moved / job.mesh.tp, transfers=tensor),
+        Pass(memory_bytes=4 * moved / job.mesh.tp, transfers=tensor),
+        Pass(),
+        weights=embedding_parameters(job.model) // job.mesh.tp,
+    )
