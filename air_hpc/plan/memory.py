@@ -45,6 +45,11 @@ def memory_per_rank(spec: RunSpec, mesh: Mesh, micro_batch_size: int) -> MemoryP
     )
 
 
+def memory_by_stage(spec: RunSpec, mesh: Mesh, micro_batch_size: int) -> tuple[MemoryPerRank, ...]:
+    """The estimate for each pipeline rank, which has one stage or more."""
+    return (memory_per_rank(spec, mesh, micro_batch_size),) * mesh.pp
+
+
 def state_bytes(spec: RunSpec) -> int:
     """What a checkpoint holds of the whole model: fp32 weights and the optimizer's state."""
     parameters = count_parameters(spec.model).parameters

@@ -29,6 +29,11 @@ class Mesh:
         """Over how many groups of ranks the global batch is divided."""
         return self.dp_replicate * self.dp_shard
 
+    @property
+    def shard_size(self) -> int:
+        """Over how many ranks FSDP cuts weights: dp_shard and cp, as one axis."""
+        return self.dp_shard * self.cp
+
 
 @dataclass(frozen=True)
 class FlopsPerToken:
@@ -48,21 +53,41 @@ class ModelCounts:
 
 @dataclass(frozen=True)
 class MemoryPerRank:
-    """Bytes on the fullest rank, by what holds them."""
+    """Bytes on a rank, by what holds them, each at its most; `pp_rank` is the pipeline rank.
+
+    `activations_bytes` has the micro-batches in flight, `logits_bytes` the output of the head and
+    the loss, `buffers_bytes` what communication and the dispatch of tokens to experts need beside
+    them, `margin_bytes` what no tensor of the run has (the driver, kernels, fragmentation).
+    `not_at_once_bytes` is how much of it all is never there at the same moment: the last activation
+    is gone before the last gradient comes.
+    """
 
     weights_bytes: int
     gradients_bytes: int
     optimizer_bytes: int
     activations_bytes: int
+    logits_bytes: int = 0
+    buffers_bytes: int = 0
+    margin_bytes: int = 0
+    not_at_once_bytes: int = 0
+    pp_rank: int = 0
 
     @property
     def total_bytes(self) -> int:
-        """The sum of all parts."""
+        """The most that is held at one moment."""
+        return self.tensor_bytes + self.margin_bytes
+
+    @property
+    def tensor_bytes(self) -> int:
+        """The same without the margin: what a tracker of tensors sees."""
         return (
             self.weights_bytes
             + self.gradients_bytes
             + self.optimizer_bytes
             + self.activations_bytes
+            + self.logits_bytes
+            + self.buffers_bytes
+            - self.not_at_once_bytes
         )
 
 
