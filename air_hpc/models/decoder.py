@@ -5,7 +5,8 @@ Promises: token ids (batch, tokens) in, logits (batch, tokens, vocabulary) out; 
 tokens 0…t only. Parameter names are stable, they are the keys of every checkpoint:
 `tok_embeddings`, `layers.N.attention.{wq,wk,wv,wo}`, `layers.N.feed_forward.{w1,w2,w3}`,
 `layers.N.{attention_norm,ffn_norm}`, `norm`, `output` (absent with a tied head), and where the
-model has them `layers.N.attention.{q_norm,k_norm}`, `layers.N.{attention_post_norm,ffn_post_norm}`.
+model has them `layers.N.attention.{q_norm,k_norm}`, `layers.N.{attention_post_norm,ffn_post_norm}`,
+and `models.moe`'s in place of a feed-forward's.
 The module may be built on the meta device; `models.initialize` gives it storage and values.
 
 A `Decoder` may be a part of the whole, for a stage of a pipeline: some of the layers, under their
@@ -26,6 +27,8 @@ from torch import Tensor, nn
 
 from air_hpc.config.spec import ModelSpec
 from air_hpc.models.attention import core_of, soft_cap
+from air_hpc.models.feed_forward import FeedForward
+from air_hpc.models.moe import MoeFeedForward
 from air_hpc.models.rope import rotate, rotation_table
 
 
@@ -75,25 +78,10 @@ class Attention(nn.Module):
         return out
 
 
-class FeedForward(nn.Module):
-    """A gated feed-forward: w2(act(w1 x) · w3 x), act SiLU (SwiGLU) or GELU by its tanh form."""
-
-    def __init__(self, dim: int, hidden_dim: int, activation: str) -> None:
-        super().__init__()
-        self.w1 = nn.Linear(dim, hidden_dim, bias=False)
-        self.w2 = nn.Linear(hidden_dim, dim, bias=False)
-        self.w3 = nn.Linear(dim, hidden_dim, bias=False)
-        self.activation = activation
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The same shape as `x`."""
-        out: Tensor = self.w2(activate(self.w1(x), self.activation) * self.w3(x))
-        return out
-
-
-def activate(x: Tensor, name: str) -> Tensor:
-    """The activation that a model's spec names."""
-    return F.gelu(x, approximate="tanh") if name == "gelu" else F.silu(x)
+def _feed_forward(model: ModelSpec, layer: int) -> nn.Module:
+    if model.moe is not None and model.is_moe(layer):
+        return MoeFeedForward(model, model.moe)
+    return FeedForward(model.dim, model.ffn_dim, model.activation)
 
 
 class Block(nn.Module):
@@ -106,7 +94,7 @@ class Block(nn.Module):
         self.attention = Attention(model, layer)
         self.attention_post_norm = RMSNorm(dim, eps) if model.post_norms else None
         self.ffn_norm = RMSNorm(dim, eps)
-        self.feed_forward = FeedForward(dim, model.ffn_dim, model.activation)
+        self.feed_forward: nn.Module = _feed_forward(model, layer)
         self.ffn_post_norm = RMSNorm(dim, eps) if model.post_norms else None
         self.dropout = model.dropout
 

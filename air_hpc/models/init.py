@@ -5,26 +5,44 @@ the parameter lives on. So a sharded parameter is drawn whole, cut, and the rest
 one word between ranks, and the largest thing ever held is one whole parameter. The numbers are
 equal on every world size; a CPU and a GPU draw different ones.
 
-Matrices are normal with `init_std`, those that end in the residual stream (wo, w2) with
-init_std / sqrt(2 · layers) (GPT-2, section 2.3), norm weights are one.
+Matrices are normal with `init_std`, those that end in the residual stream (wo, w2, of experts too)
+with init_std / sqrt(2 · layers) (GPT-2, section 2.3), norm weights are one, buffers what their
+module says.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from air_hpc.config.spec import ModelSpec
 from air_hpc.models.decoder import Decoder
+from air_hpc.models.moe import MoeFeedForward
+
+_RESIDUAL = (
+    "attention.wo.weight",
+    "feed_forward.w2.weight",
+    "feed_forward.experts.w2",
+    "feed_forward.shared.w2.weight",
+)
 
 
-def on_meta(model: ModelSpec, sequence_length: int) -> Decoder:
-    """The model with shapes and no storage."""
+def on_meta(
+    model: ModelSpec,
+    sequence_length: int,
+    layers: Iterable[int] | None = None,
+    *,
+    first: bool = True,
+    last: bool = True,
+) -> Decoder:
+    """The model, or a part of it (see `Decoder`), with shapes and no storage."""
     with torch.device("meta"):
-        return Decoder(model, sequence_length)
+        return Decoder(model, sequence_length, layers, first=first, last=last)
 
 
 def seed_of(seed: int, *labels: str | int) -> int:
@@ -49,13 +67,15 @@ def initialize(model: nn.Module, spec: ModelSpec, seed: int, device: torch.devic
     for module in model.modules():
         if isinstance(module, Decoder):
             module.reset_table()
+        elif isinstance(module, MoeFeedForward):
+            module.reset_buffers()
 
 
 def _values(name: str, parameter: Tensor, spec: ModelSpec, seed: int) -> Tensor:
     if parameter.dim() == 1:
         return torch.ones(parameter.shape, device=parameter.device, dtype=parameter.dtype)
     std = spec.init_std
-    if name.endswith(("attention.wo.weight", "feed_forward.w2.weight")):
+    if name.endswith(_RESIDUAL):
         std /= (2 * spec.layers) ** 0.5
     generator = torch.Generator(parameter.device).manual_seed(seed_of(seed, "init", name))
     values = torch.empty(parameter.shape, device=parameter.device, dtype=torch.float32)
@@ -67,16 +87,22 @@ def _local_part(parameter: DTensor) -> Tensor:
 
 
 def _cut(values: Tensor, parameter: DTensor) -> Tensor:
-    """This rank's part of `values`, in the order in which the mesh dimensions cut it."""
+    """This rank's part of `values`, cut in the order in which the parameter was.
+
+    That is the order of the mesh's dimensions, but for what FSDP cuts after an inner dimension
+    (tensor or expert parallelism) has: such a placement is strided, and its turn comes last.
+    """
     mesh = parameter.device_mesh
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return values.new_empty(0)
-    for mesh_dim, placement in enumerate(parameter.placements):
-        if isinstance(placement, Shard):
-            pieces = torch.chunk(values, mesh.size(mesh_dim), dim=placement.dim)
-            index = coordinate[mesh_dim]
-            # Where there are fewer rows than ranks, the last ranks hold none.
-            none = values.narrow(placement.dim, 0, 0)
-            values = pieces[index] if index < len(pieces) else none
+    placements = list(enumerate(parameter.placements))
+    plain = [(axis, p) for axis, p in placements if isinstance(p, Shard)]
+    strided = [(axis, p) for axis, p in placements if isinstance(p, _StridedShard)]
+    for axis, placement in (*plain, *strided):
+        pieces = torch.chunk(values, mesh.size(axis), dim=placement.dim)
+        index = coordinate[axis]
+        # Where there are fewer rows than ranks, the last ranks hold none.
+        none = values.narrow(placement.dim, 0, 0)
+        values = pieces[index] if index < len(pieces) else none
     return values

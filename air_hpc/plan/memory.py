@@ -70,16 +70,21 @@ def _working_copies(spec: RunSpec, mesh: Mesh) -> int:
         return compute_bytes * matrices if spec.train.precision == "bf16" else 0
     gathered = counts.parameters // mesh.pp
     if spec.parallelism.reshard_after_forward:
-        block = block_parameters(spec.model)
+        block = _largest_block(spec)
         ends = counts.parameters - spec.model.layers * block
         gathered = min(gathered, 2 * block + ends)
     return compute_bytes * (gathered // mesh.tp)
 
 
+def _largest_block(spec: RunSpec) -> int:
+    model = spec.model
+    return max(block_parameters(model, layer).total for layer in range(model.layers))
+
+
 def _whole_gradients(spec: RunSpec, mesh: Mesh) -> int:
     if mesh.dp_shard == 1:
         return 0
-    return (_COMPUTE_BYTES[spec.train.precision] + 4) * (block_parameters(spec.model) // mesh.tp)
+    return (_COMPUTE_BYTES[spec.train.precision] + 4) * (_largest_block(spec) // mesh.tp)
 
 
 def _activations(spec: RunSpec, mesh: Mesh, micro_batch_size: int) -> int:

@@ -45,10 +45,13 @@ class FlopsPerToken:
 
 @dataclass(frozen=True)
 class ModelCounts:
-    """Parameters: all of them, and those in matrix products (head in, embedding look-up out)."""
+    """Parameters: all of them, those in matrix products (head in, embedding look-up out), and those
+    that one token uses (with experts less than all; null in a plan from before there were any).
+    """
 
     parameters: int
     matmul_parameters: int
+    active_parameters: int | None = None
 
 
 @dataclass(frozen=True)
