@@ -199,7 +199,7 @@ class _Timer:
             weights += count * block.owned
             replicated += count * block.replicated_bytes
         for block, count in blocks:
-            hidden.add(block, count, keeps=not job.parallelism.reshard_after_forward)
+            hidden.add(block, count, again=job.gathers_again)
         # The root's weights are gathered before the first block and scattered after the last.
         edge = sum(b.gather_s + b.scatter_s for b, _ in root)
         edge += max((b.gather_s + b.scatter_s for b, _ in blocks), default=0.0)
@@ -211,9 +211,6 @@ class _Timer:
         whole = [(b, count) for b, count in (*blocks, *root)]
         gather = sum(count * b.gather_s for b, count in whole)
         scatter = sum(count * b.scatter_s for b, count in whole)
-        if job.parallelism.reshard_after_forward:
-            forward = forward._replace(fsdp=hidden.forward_s)
-            backward = backward._replace(fsdp=hidden.gathered_backward_s)
         return _Stage(forward, backward, weight_s, once, weights, replicated, gather, scatter)
 
     def _block(self, work: BlockWork) -> _Block:
@@ -283,11 +280,10 @@ class _Timer:
             scatter += self.collective("reduce_scatter", group, weights * 4.0)
             copied += weights
         memory = self.rates.memory_bytes_per_s
-        every = job.mesh.pp == 1 or job.parallelism.reshard_after_forward
-        out = 2 * gathered_bytes * copied / memory if every else 0.0
-        back = (out if job.parallelism.reshard_after_forward else 0.0) + (
-            (element + 4) * copied / memory if job.mesh.pp == 1 else 0.0
-        )
+        if job.mesh.pp > 1:  # once a step: beside what it moves, its copies are nothing
+            return gather, scatter, (0.0, 0.0)
+        out = 2 * gathered_bytes * copied / memory
+        back = (element + 4) * copied / memory + (out if job.gathers_again else 0.0)
         return gather, scatter, (out, back)
 
 
@@ -310,14 +306,11 @@ class _Hidden:
 
     forward_s: float = 0.0
     backward_s: float = 0.0
-    gathered_backward_s: float = 0.0
 
-    def add(self, block: _Block, count: int, *, keeps: bool) -> None:
-        back = sum(block.backward)
-        again = 0.0 if keeps else block.gather_s
+    def add(self, block: _Block, count: int, *, again: bool) -> None:
+        gathered = block.gather_s if again else 0.0
         self.forward_s += count * max(0.0, block.gather_s - sum(block.forward))
-        self.backward_s += count * max(0.0, again + block.scatter_s - back)
-        self.gathered_backward_s += count * max(0.0, again - back)
+        self.backward_s += count * max(0.0, gathered + block.scatter_s - sum(block.backward))
 
 
 def _whole(job: Job, timer: _Timer, stages: list[_Stage], loops: int, *, exact: bool) -> StepTime:

@@ -19,12 +19,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from air_hpc.config.spec import ModelSpec, ParallelismSpec, RunSpec
 from air_hpc.hardware.network import Collective, Group
 from air_hpc.plan.blocks import block_parts, embedding_parameters
+from air_hpc.plan.flops import attended_tokens
 from air_hpc.plan.types import Mesh
 
 COMPUTE_BYTES = {"fp32": 4, "bf16": 2}
@@ -60,6 +61,12 @@ class Job:
     def tokens(self) -> int:
         """Of a micro-batch on a rank, before tp cuts them."""
         return self.micro_batch_size * self.sequence_length // self.mesh.cp
+
+    @property
+    def gathers_again(self) -> bool:
+        """Whether FSDP gathers a block's weights anew for its backward pass; in a pipeline they
+        stay gathered for the step."""
+        return self.parallelism.reshard_after_forward and self.mesh.pp == 1
 
     @property
     def tp_group(self) -> Group:
@@ -166,13 +173,6 @@ def kinds_of(model: ModelSpec, layers: Iterable[int], *, first: bool, last: bool
     return Kinds(blocks, first, last, sum(counted.values()))
 
 
-def attended(sequence_length: int, window: int | None) -> float:
-    """How many tokens one attends to on average, under a causal mask."""
-    if window is None or window >= sequence_length:
-        return sequence_length / 2
-    return window - window * window / (2 * sequence_length)
-
-
 @lru_cache(maxsize=8192)
 def block_work(job: Job, moe: bool, window: int | None) -> BlockWork:
     """The work of one block of a kind on one rank for one micro-batch."""
@@ -187,7 +187,7 @@ def block_work(job: Job, moe: bool, window: int | None) -> BlockWork:
         active += parts.experts // model.moe.experts * model.moe.active_experts
         active += model.dim * model.moe.experts
     linear = 2.0 * active * tokens / mesh.tp
-    seen = attended(job.sequence_length, window)
+    seen = attended_tokens(job.sequence_length, window)
     attention = 4.0 * model.heads * model.head_width * seen * tokens / mesh.tp
     forward = _passing(job, linear, attention, ffn, moe=moe, backward=False)
     backward = _passing(job, 2 * linear, 2.5 * attention, ffn, moe=moe, backward=True)
@@ -210,28 +210,34 @@ def _passing(
 
 
 def _again(job: Job, forward: Pass) -> Pass:
-    """What is computed a second time, by the policy (config.spec.ParallelismSpec)."""
+    """What is computed a second time, by the policy (config.spec.ParallelismSpec).
+
+    Collectives come again as `plan.communication` has it: all but the last reduce-scatter, and
+    where attention is kept, not those around it.
+    """
     policy = job.parallelism.recompute
     if policy == "none":
         return Pass()
+    repeated = tuple(_repeated(t) for t in forward.transfers)
     if policy == "full":
-        return forward
+        return replace(forward, transfers=repeated)
     if policy == "ops":
-        kept = tuple(t for t in forward.transfers if t.collective != "reduce_scatter")
-        kept = tuple(t for t in kept if t.name == "tp")
+        kept = tuple(t for t in repeated if t.name != "cp")
         return Pass(forward.linear_flops / 2, 0.0, 0.0, forward.memory_bytes, kept)
     share = 1 - job.parallelism.recompute_budget
-    transfers = tuple(
-        Transfer(t.name, t.collective, t.group, t.whole_bytes, share * t.count)
-        for t in forward.transfers
-    )
     return Pass(
         share * forward.linear_flops,
         0.0,
         share * forward.attention_flops,
         share * forward.memory_bytes,
-        transfers,
+        tuple(replace(t, count=share * t.count) for t in repeated),
     )
+
+
+def _repeated(transfer: Transfer) -> Transfer:
+    if transfer.name == "tp" and transfer.collective == "reduce_scatter":
+        return replace(transfer, count=transfer.count - 1)
+    return transfer
 
 
 def _tensor(job: Job) -> tuple[Transfer, ...]:
