@@ -25,11 +25,11 @@ from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 from air_hpc.config.spec import RunSpec
+from air_hpc.errors import BadInput
 from air_hpc.hardware.network import Group, Links, collective_s
 from air_hpc.plan.pipeline_time import StageTime, pipeline_time
 from air_hpc.plan.rates import Constants, Rates, Unknown, rates_of
 from air_hpc.plan.schedule import stage_owner, stages_per_rank
-from air_hpc.plan.stages import cut_layers
 from air_hpc.plan.types import FlopsPerToken, Mesh
 from air_hpc.plan.work import (
     BlockWork,
@@ -37,6 +37,7 @@ from air_hpc.plan.work import (
     Kinds,
     Pass,
     block_work,
+    cut_kinds,
     embedding_work,
     head_work,
     job_of,
@@ -127,7 +128,10 @@ def step_time(
         return rates
     if spec.parallelism.cpu_offload:
         return Unknown("cpu_offload runs the optimizer on the host, whose rate is not known")
-    return job_time(job_of(spec, mesh, micro_batch_size), rates)
+    try:
+        return job_time(job_of(spec, mesh, micro_batch_size), rates)
+    except BadInput as error:  # a schedule that does not take this: said by plan.validity
+        return Unknown(str(error))
 
 
 def job_time(
@@ -141,13 +145,12 @@ def job_time(
     loops = stages_per_rank(job.parallelism) if job.mesh.pp > 1 else 1
     count = job.mesh.pp * loops
     if stages is None:
-        stages = cut_layers(job.model, job.sequence_length, count)
+        kinds = cut_kinds(job.model, job.sequence_length, count)
+    else:
+        kinds = kinds_of(job.model, stages)
     timer = _Timer(job, rates)
     try:
-        timed = [
-            timer.stage(kinds_of(job.model, layers, first=n == 0, last=n == count - 1))
-            for n, layers in enumerate(stages)
-        ]
+        timed = [timer.stage(kind) for kind in kinds]
         return _whole(job, timer, timed, loops, exact=exact)
     except _MissingLink as missing:
         return Unknown(str(missing))

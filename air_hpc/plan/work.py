@@ -18,14 +18,16 @@ the collectives that stand in the way. Recomputed work is counted apart. No rate
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from air_hpc.config.spec import ModelSpec, ParallelismSpec, RunSpec
 from air_hpc.hardware.network import Collective, Group
 from air_hpc.plan.blocks import block_parts, embedding_parameters
 from air_hpc.plan.flops import attended_tokens
+from air_hpc.plan.stages import cut_layers
 from air_hpc.plan.types import Mesh
 
 COMPUTE_BYTES = {"fp32": 4, "bf16": 2}
@@ -156,24 +158,30 @@ class BlockWork:
     expert_weights: int = 0
 
 
-@dataclass(frozen=True)
-class Kinds:
+class Kinds(NamedTuple):
     """How many blocks of each kind (has experts, window) a stage has, and whether it has ends."""
 
     blocks: tuple[tuple[bool, int | None, int], ...]
     first: bool
     last: bool
-    layers: int = field(compare=False, default=0)
 
 
-def kinds_of(model: ModelSpec, layers: Iterable[int], *, first: bool, last: bool) -> Kinds:
-    """The kinds of a stage's layers."""
-    counted = Counter((model.is_moe(layer), model.window(layer)) for layer in layers)
-    blocks = tuple((moe, window, count) for (moe, window), count in counted.items())
-    return Kinds(blocks, first, last, sum(counted.values()))
+def kinds_of(model: ModelSpec, stages: Sequence[Sequence[int]]) -> tuple[Kinds, ...]:
+    """The kinds of each stage's layers."""
+    found = []
+    for number, layers in enumerate(stages):
+        counted = Counter((model.is_moe(layer), model.window(layer)) for layer in layers)
+        blocks = tuple((moe, window, count) for (moe, window), count in counted.items())
+        found.append(Kinds(blocks, number == 0, number == len(stages) - 1))
+    return tuple(found)
 
 
-@lru_cache(maxsize=8192)
+@lru_cache(maxsize=512)
+def cut_kinds(model: ModelSpec, sequence_length: int, stages: int) -> tuple[Kinds, ...]:
+    """The same of a model that is cut into so many stages by FLOPs."""
+    return kinds_of(model, cut_layers(model, sequence_length, stages))
+
+
 def block_work(job: Job, moe: bool, window: int | None) -> BlockWork:
     """The work of one block of a kind on one rank for one micro-batch."""
     model, mesh, tokens = job.model, job.mesh, job.tokens
