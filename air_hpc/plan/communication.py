@@ -39,7 +39,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from air_hpc.config.spec import RunSpec
-from air_hpc.plan.blocks import Parameters, embedding_parameters
+from air_hpc.plan.blocks import Parameters
+from air_hpc.plan.flops import embedding_parameters
 from air_hpc.plan.layout import (
     COMPUTE_BYTES,
     Stage,
@@ -226,7 +227,7 @@ def _experts(place: _Place) -> Iterator[Traffic]:
 
 
 def _data(place: _Place) -> Iterator[Traffic]:
-    mesh, kind = place.mesh, wrapper(place.mesh)
+    mesh, kind = place.mesh, wrapper(place.spec, place.mesh)
     model = place.spec.model
     if kind == "ddp":
         total = sum(whole_stage(model, stage, mesh).total for stage in place.stages)

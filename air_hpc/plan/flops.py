@@ -37,9 +37,7 @@ class BlockParameters:
     @property
     def dense(self) -> int:
         """All but the routed experts: what expert parallelism does not cut."""
-        return (
-            self.attention + self.norms + self.feed_forward + self.router + self.shared_experts
-        )
+        return self.attention + self.norms + self.feed_forward + self.router + self.shared_experts
 
     @property
     def total(self) -> int:
