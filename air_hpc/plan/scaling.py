@@ -63,9 +63,7 @@ def scale(
     measured_flops_per_s: float | None = None,
 ) -> tuple[Row, ...]:
     """A row for each number of nodes, in the order given."""
-    rows = [
-        _row(spec, number, overrides, target_tokens, measured_flops_per_s) for number in nodes
-    ]
+    rows = [_row(spec, number, overrides, target_tokens, measured_flops_per_s) for number in nodes]
     first = next((row for row in rows if row.usable), None)
     return tuple(row if first is None else _against(row, first) for row in rows)
 

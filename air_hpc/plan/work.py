@@ -25,8 +25,8 @@ from typing import NamedTuple
 
 from air_hpc.config.spec import ModelSpec, ParallelismSpec, RunSpec
 from air_hpc.hardware.network import Collective, Group
-from air_hpc.plan.blocks import block_parts, embedding_parameters
-from air_hpc.plan.flops import attended_tokens
+from air_hpc.plan.blocks import block_parts
+from air_hpc.plan.flops import attended_tokens, block_parameters, embedding_parameters
 from air_hpc.plan.stages import cut_layers
 from air_hpc.plan.types import Mesh
 
@@ -202,7 +202,7 @@ def block_work(job: Job, moe: bool, window: int | None) -> BlockWork:
     return BlockWork(
         forward,
         backward,
-        _again(job, forward),
+        _again(job, forward, layer),
         weights=parts.matrices // mesh.tp + parts.replicated,
         expert_weights=parts.experts // (mesh.tp * mesh.ep),
     )
@@ -217,35 +217,53 @@ def _passing(
     return Pass(linear, 0.0, attention, memory, transfers)
 
 
-def _again(job: Job, forward: Pass) -> Pass:
+def _again(job: Job, forward: Pass, layer: int) -> Pass:
     """What is computed a second time, by the policy (config.spec.ParallelismSpec).
 
-    Collectives come again as `plan.communication` has it: all but the last reduce-scatter, and
-    where attention is kept, not those around it.
+    A whole block again has its collectives again, but for the last reduce-scatter, whose result
+    nothing needs. By operation, attention and what came over the network is kept, so of the
+    collectives only tp's gathers come again.
     """
     policy = job.parallelism.recompute
     if policy == "none":
         return Pass()
-    repeated = tuple(_repeated(t) for t in forward.transfers)
-    if policy == "full":
-        return replace(forward, transfers=repeated)
     if policy == "ops":
-        kept = tuple(t for t in repeated if t.name != "cp")
-        return Pass(forward.linear_flops / 2, 0.0, 0.0, forward.memory_bytes, kept)
-    share = 1 - job.parallelism.recompute_budget
+        weights = repeated_products(job.model, layer)
+        linear = 2.0 * weights * job.tokens / job.mesh.tp
+        gathers = [t for t in forward.transfers if t.name == "tp"]
+        gathers = [t for t in gathers if t.collective == "all_gather"]
+        return Pass(linear, 0.0, 0.0, forward.memory_bytes, tuple(gathers))
+    share = 1.0 if policy == "full" else 1 - job.parallelism.recompute_budget
     return Pass(
         share * forward.linear_flops,
         0.0,
         share * forward.attention_flops,
         share * forward.memory_bytes,
-        tuple(replace(t, count=share * t.count) for t in repeated),
+        tuple(_repeated(t, share) for t in forward.transfers),
     )
 
 
-def _repeated(transfer: Transfer) -> Transfer:
-    if transfer.name == "tp" and transfer.collective == "reduce_scatter":
-        return replace(transfer, count=transfer.count - 1)
-    return transfer
+def repeated_products(model: ModelSpec, layer: int) -> int:
+    """The weights of the matrix products that `recompute=ops` computes again in a block: every
+    second one in the order that they run, and a mixture's grouped ones."""
+    parts = block_parameters(model, layer)
+    q, kv = (
+        model.dim * model.heads * model.head_width,
+        model.dim * model.kv_heads * model.head_width,
+    )
+    products = [q, kv, kv, q]
+    moe = model.moe
+    if moe is not None and model.is_moe(layer):
+        products.append(parts.router)
+        products += 3 * [parts.shared_experts // 3] if moe.shared_experts else []
+    else:
+        products += 3 * [parts.feed_forward // 3]
+    return sum(products[1::2]) + parts.active_experts
+
+
+def _repeated(transfer: Transfer, share: float) -> Transfer:
+    last = transfer.name == "tp" and transfer.collective == "reduce_scatter"
+    return replace(transfer, count=share * (transfer.count - last))
 
 
 def _tensor(job: Job) -> tuple[Transfer, ...]:

@@ -150,6 +150,9 @@ def _run(group: str, about: Mapping[str, Any]) -> Run:
         micro_batches = about["global_batch"] // (mesh.dp_shard * about["micro_batch"])
     parallelism = ParallelismSpec(
         name="published",
+        pp=pp,
+        cp=cp,
+        tp=tp,
         recompute=about.get("recompute", "none"),
         reshard_after_forward=about.get("reshard", True),
         pp_schedule=about.get("schedule", "1f1b"),
