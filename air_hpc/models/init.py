@@ -97,12 +97,12 @@ def _cut(values: Tensor, parameter: DTensor) -> Tensor:
     if coordinate is None:
         return values.new_empty(0)
     placements = list(enumerate(parameter.placements))
-    plain = [(axis, p) for axis, p in placements if isinstance(p, Shard)]
-    strided = [(axis, p) for axis, p in placements if isinstance(p, _StridedShard)]
-    for axis, placement in (*plain, *strided):
-        pieces = torch.chunk(values, mesh.size(axis), dim=placement.dim)
+    cuts = [(axis, p.dim) for axis, p in placements if isinstance(p, Shard)]
+    cuts += [(axis, p.dim) for axis, p in placements if isinstance(p, _StridedShard)]
+    for axis, dim in cuts:
+        pieces = torch.chunk(values, mesh.size(axis), dim=dim)
         index = coordinate[axis]
         # Where there are fewer rows than ranks, the last ranks hold none.
-        none = values.narrow(placement.dim, 0, 0)
+        none = values.narrow(dim, 0, 0)
         values = pieces[index] if index < len(pieces) else none
     return values

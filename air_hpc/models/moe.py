@@ -76,11 +76,11 @@ class Experts(nn.Module):
             return F.grouped_mm(
                 activate(gate, self.activation) * up, w2.transpose(-2, -1), offs=ends
             )
-        parts = rows.split(group_sizes(counts, len(rows)))
+        parts = torch.split(rows, group_sizes(counts, len(rows)))
         gate = _each(parts, w1)
         up = _each(parts, w3)
         hidden = activate(gate, self.activation) * up
-        return _each(hidden.split([len(part) for part in parts]), w2)
+        return _each(torch.split(hidden, [len(part) for part in parts]), w2)
 
 
 def _each(parts: Iterable[Tensor], weights: Tensor) -> Tensor:
@@ -176,18 +176,23 @@ class MoeFeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The same shape as `x` (batch, tokens, dim)."""
+        out = self._routed(x)
+        return out if self.shared is None else out + self.shared(x)
+
+    def _routed(self, x: Tensor) -> Tensor:
         scores = self._scores(self.router(x))
         chosen, weights = self._choose(scores)
         # By comparison and not by scattering, which torch refuses to do deterministically on CUDA.
         numbers = torch.arange(self.moe.experts, device=chosen.device)
         counts = (chosen.flatten(1).unsqueeze(-1) == numbers).sum(1)
-        out = self._routed(x, chosen, weights, counts.sum(0))
-        if self.shared is not None:
-            out = out + self.shared(x)
-        if torch.is_grad_enabled():
-            loss = self._balance_loss(scores, counts) if self.moe.balance == "loss" else None
-            out = _Balanced.apply(out, loss, self.loss_scale, self.load, counts.sum(0))
-        return out
+        out = self._computed(x, chosen, weights, counts.sum(0))
+        if not torch.is_grad_enabled():
+            return out
+        loss = self._balance_loss(scores, counts) if self.moe.balance == "loss" else None
+        balanced: Tensor = _Balanced.apply(  # type: ignore[no-untyped-call]
+            out, loss, self.loss_scale, self.load, counts.sum(0)
+        )
+        return balanced
 
     def _scores(self, logits: Tensor) -> Tensor:
         return logits.sigmoid() if self.moe.score == "sigmoid" else logits.softmax(-1)
@@ -203,7 +208,7 @@ class MoeFeedForward(nn.Module):
             weights = weights / weights.sum(-1, keepdim=True).clamp_min(tiny)
         return chosen, weights
 
-    def _routed(self, x: Tensor, chosen: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
+    def _computed(self, x: Tensor, chosen: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
         active = self.moe.active_experts
         order = chosen.flatten().argsort(stable=True)
         rows = x.flatten(0, 1)[order // active]

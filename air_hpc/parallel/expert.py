@@ -21,31 +21,14 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed._functional_collectives import (
     all_to_all_single,
     all_to_all_single_autograd,
     wait_tensor,
 )
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
-from air_hpc.models.moe import Experts, group_sizes, has_values, moe_layers
-
-
-def spread_experts(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Cut the experts of every mixture in `model` over the one-dimensional `mesh`, with the
-    exchange in place.
-
-    The parameters become DTensors with `Shard(0)`, under the same names; on meta nothing is sent,
-    and elsewhere neither: each rank keeps its part of the values it has.
-    """
-    dispatch = ExpertParallelDispatch(mesh.get_group())
-    for moe in moe_layers(model):
-        for name, weight in list(moe.experts.named_parameters()):
-            cut = distribute_tensor(weight.detach(), mesh, [Shard(0)], src_data_rank=None)
-            moe.experts.register_parameter(name, nn.Parameter(cut))
-        moe.dispatch = dispatch
+from air_hpc.models.moe import Experts, group_sizes, has_values
 
 
 class ExpertParallelDispatch:
@@ -58,7 +41,7 @@ class ExpertParallelDispatch:
         """The outputs for this rank's `rows`, from whichever rank holds the expert."""
         ranks = self.group.size()
         with torch.no_grad():
-            arrivals = wait_tensor(all_to_all_single(counts, None, None, self.group))
+            arrivals = _arrived(all_to_all_single(counts, None, None, self.group))
             leaving, coming = counts.view(ranks, -1).sum(1), arrivals.view(ranks, -1).sum(1)
             send, receive = _on_host(leaving, coming, len(rows))
         order = _by_expert(arrivals, ranks, sum(receive))
@@ -67,7 +50,12 @@ class ExpertParallelDispatch:
         return self._exchange(outputs[order.argsort()], send, receive)
 
     def _exchange(self, rows: Tensor, receive: list[int], send: list[int]) -> Tensor:
-        return wait_tensor(all_to_all_single_autograd(rows, receive, send, self.group))
+        return _arrived(all_to_all_single_autograd(rows, receive, send, self.group))
+
+
+def _arrived(x: Tensor) -> Tensor:
+    done: Tensor = wait_tensor(x)  # type: ignore[no-untyped-call]
+    return done
 
 
 def _on_host(leaving: Tensor, coming: Tensor, rows: int) -> tuple[list[int], list[int]]:

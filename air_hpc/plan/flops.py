@@ -79,7 +79,8 @@ class ModuleFlops:
     @property
     def matmul(self) -> float:
         """All but the scores: 6 FLOP a weight."""
-        return sum(getattr(self, f.name) for f in fields(self) if f.name != "scores")
+        experts = self.router + self.experts + self.shared_experts
+        return self.projections + self.feed_forward + experts + self.head
 
     @property
     def total(self) -> FlopsPerToken:

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from air_hpc.config.spec import ModelSpec, MoeSpec
 from air_hpc.models import initialize, on_meta
 from air_hpc.models.decoder import Decoder, next_token_loss
 from air_hpc.models.moe import Experts, moe_layers
-from air_hpc.parallel.expert import ExpertParallelDispatch, spread_experts
+from air_hpc.parallel.expert import ExpertParallelDispatch
 from tests.torch_ranks import run_ranks
 
 pytestmark = pytest.mark.torch
@@ -79,7 +79,12 @@ def spread_over_ranks(
         "gloo", store=dist.FileStore(rendezvous, world_size), rank=rank, world_size=world_size
     )
     model = build(spec, crowd=crowd)
-    spread_experts(model, init_device_mesh("cpu", (world_size,), mesh_dim_names=("ep",)))
+    mesh = init_device_mesh("cpu", (world_size,))
+    for moe in moe_layers(model):
+        moe.dispatch = ExpertParallelDispatch(mesh.get_group())
+        for name, weight in list(moe.experts.named_parameters()):
+            cut = distribute_tensor(weight.detach(), mesh, [Shard(0)], src_data_rank=None)
+            moe.experts.register_parameter(name, nn.Parameter(cut))
     loss, found = gradients(model, batch().chunk(world_size)[rank])
     whole = {}
     for name, gradient in found.items():
