@@ -27,7 +27,7 @@ _context.set_forkserver_preload(
         "torch.distributed.checkpoint.state_dict",
         "torch.distributed.device_mesh",
         "tests.torch_ranks",
-        "air_hpc.parallel.wrap",
+        "air_hpc.parallel.engine",
     ]
 )
 

@@ -33,6 +33,7 @@ from air_hpc.agent.environment import (
     own_address,
     read_job_context,
 )
+from air_hpc.agent.keeper import parent_of
 from air_hpc.agent.liveness import Listener
 from air_hpc.agent.main import SignalPipe, say
 from air_hpc.agent.node import NodeAgent
@@ -105,7 +106,7 @@ class Attempt:
         self._shipper: Shipper | None = None
         self._listener = Listener(f"{run.run_id}/{context.start_id}/{context.node}")
         self._environ = worker_environment(os.environ, run, frozen.spec.cluster.node_local_dir)
-        self._parent = os.getppid()
+        self._step = parent_of(os.getppid())
 
     @property
     def outcome(self) -> Outcome | None:
@@ -215,17 +216,22 @@ class Attempt:
         )
 
     def _is_disowned(self) -> bool:
-        """Whether the slurmstepd that started this agent is gone.
+        """Whether the slurmstepd that started this agent's keeper is gone.
 
         Slurm then gives this node up, reaches nothing on it with a signal any more, and may hand
         its devices to another job while these workers still train on them.
         """
-        return self._context.scheduler == "slurm" and os.getppid() != self._parent
+        return self._context.scheduler == "slurm" and parent_of(os.getppid()) != self._step
 
-    def _requeue_as_survivor(self) -> None:
-        """The first node is gone and cannot carry out an intent: this one asks for it."""
-        if self._context.scheduler == "slurm":
-            end_as_survivor(self._context, self._run, self._frozen.spec, self._scheduler(), say=say)
+    def _requeue_as_survivor(self) -> bool:
+        """The first node is gone and cannot carry out an intent: this one asks for it.
+
+        Returns whether there is nothing left that this node could do.
+        """
+        if self._context.scheduler != "slurm":
+            return True
+        spec, scheduler = self._frozen.spec, self._scheduler()
+        return end_as_survivor(self._context, self._run, spec, scheduler, say=say)
 
     # -- the loop ----------------------------------------------------------------------------------
 

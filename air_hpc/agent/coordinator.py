@@ -21,6 +21,7 @@ from air_hpc.agent.channel import CoordinatorSocket, Message
 from air_hpc.agent.ending import Ask, Ending, Outcome, ThreadQuestion
 from air_hpc.agent.environment import JobContext
 from air_hpc.agent.generation import CannotStart, Generation
+from air_hpc.agent.keeper import EXIT_STAND_BY
 from air_hpc.agent.limit import LIMIT_SIGNAL, LimitTimer
 from air_hpc.agent.liveness import Prober
 from air_hpc.agent.members import Member
@@ -33,7 +34,7 @@ from air_hpc.agent.opening import (
 from air_hpc.agent.record import BackgroundRecord, Record
 from air_hpc.agent.roster import Roster
 from air_hpc.agent.scheduler import Scheduler
-from air_hpc.errors import EXIT_DO_NOT_RESTART, EXIT_ENVIRONMENT, EXIT_OK, EnvironmentFailure
+from air_hpc.errors import EXIT_DO_NOT_RESTART, EXIT_OK, EnvironmentFailure
 from air_hpc.plan.frozen import FrozenRun
 from air_hpc.plan.resize import plan_for, sizes
 from air_hpc.recovery import restart
@@ -407,6 +408,9 @@ class Coordinator:
         """React to one message of a node."""
         now = self._clock()
         kind = message["type"]
+        if kind == "ping":  # of a node that stands by: no sign of life of its agent
+            self._socket.send(node, {"type": "pong", "over": self.outcome is not None})
+            return
         if self.outcome is not None or node in self._machine.lost:
             self._on_late(node, message)
             return
@@ -461,9 +465,9 @@ class Coordinator:
                 self._send_leave(node)
         elif kind in ("heartbeat", "hello"):
             reason = "this node was given up; what runs goes on without it"
-            self._socket.send(
-                node, {"type": "leave", "exit_code": EXIT_ENVIRONMENT, "reason": reason}
-            )
+            # It leaves its agent's part, and stands by.
+            leave = {"type": "leave", "exit_code": EXIT_STAND_BY, "reason": reason}
+            self._socket.send(node, {**leave, "over": False})
 
     def _register(self, node: str, message: Message, now: float) -> None:
         if node not in self._context.nodes:
@@ -745,6 +749,7 @@ class Coordinator:
                 "type": "leave",
                 "exit_code": self.outcome.exit_code,
                 "reason": self.outcome.reason,
+                "over": True,
             },
         )
 

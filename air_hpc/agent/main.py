@@ -1,5 +1,7 @@
 """`python -m air_hpc.agent RUN_DIR`: one srun task a node (or the only one of a local run).
 
+Under Slurm the task keeps the agent as a child of its own (`keeper`).
+
 Handlers come before everything else, before any import that takes long: Slurm signals every process
 of the step, and a signal without a handler kills. A handler only writes a byte into a pipe, which
 the loop of `attempt` reads.
@@ -14,6 +16,8 @@ import signal
 import sys
 import time
 import traceback
+
+from air_hpc.agent import keeper
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)
 
@@ -56,13 +60,46 @@ def say(text: str) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the agent of this node; returns its exit code."""
+    """Run the agent of this node, kept or not; returns the task's exit code."""
+    arguments = sys.argv[1:] if argv is None else argv
+    if arguments[:1] == [keeper.STAND_BY]:
+        return _stand_by(arguments[1:])
+    if "SLURM_JOB_ID" in os.environ:
+        step = os.getppid()
+        pid = keeper.fork_agent()
+        if pid is not None:
+            return _keep(pid, step, arguments)
+    return _run(arguments)
+
+
+def _keep(pid: int, step: int, arguments: list[str]) -> int:
+    exit_code, how = keeper.keep(pid)
+    stands_by = how or exit_code == keeper.EXIT_STAND_BY
+    alone = os.environ.get("SLURM_STEP_NUM_NODES", "1") == "1"
+    # Where its slurmstepd is gone, Slurm has given up the node: nothing of ours may stay there.
+    if stands_by and arguments and not alone and os.getppid() == step:
+        keeper.become_stand_by(arguments[-1], how or "takes no part any more")
+    return 1 if exit_code == keeper.EXIT_STAND_BY else exit_code
+
+
+def _stand_by(arguments: list[str]) -> int:
+    from air_hpc.agent import standby
+
+    try:
+        standby.main(arguments)
+    except Exception as error:
+        say(f"standing by failed: {type(error).__name__}: {error}")
+    return 1
+
+
+def _run(arguments: list[str]) -> int:
+    """The agent itself."""
     signals = SignalPipe()
     from air_hpc.agent.attempt import run_agent
     from air_hpc.errors import EXIT_ENVIRONMENT, AirHpcError
 
     try:
-        return run_agent(sys.argv[1:] if argv is None else argv, signals)
+        return run_agent(arguments, signals)
     except AirHpcError as error:
         say(f"{type(error).__name__}: {error}")
         return error.exit_code

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from air_hpc.agent.channel import Message
 from air_hpc.agent.environment import JobContext
+from air_hpc.agent.keeper import EXIT_STAND_BY
 from air_hpc.agent.preflight import Preflight
 from air_hpc.agent.starters import Starter
 from air_hpc.agent.workers import GenerationStart, WorkerGroup
@@ -83,7 +84,7 @@ class NodeAgent:
         *,
         start_timeout_s: float,
         say: Callable[[str], None],
-        on_coordinator_lost: Callable[[], None],
+        on_coordinator_lost: Callable[[], bool],
         preflight: Preflight | None = None,
         xids: XidWatch | None = None,
         disowned: Callable[[], bool] = lambda: False,
@@ -382,8 +383,8 @@ class NodeAgent:
         if turn >= TURNS:
             self._leave(EXIT_ENVIRONMENT, "")
         elif now >= since + turn * TURN_S:
-            self._on_coordinator_lost()
-            self._leave(EXIT_ENVIRONMENT, "")
+            done = self._on_coordinator_lost()
+            self._leave(EXIT_ENVIRONMENT if done else EXIT_STAND_BY, "")
 
     def _watch(self, now: float, stalled_s: float) -> None:
         """Look at the workers' progress; report an inspection that is over."""

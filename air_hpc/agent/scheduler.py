@@ -28,6 +28,10 @@ class Scheduler(Protocol):
         """What the scheduler says about this job now, or None."""
         ...
 
+    def holds(self, node: str) -> bool | None:
+        """Whether this job still has this node, or None."""
+        ...
+
     def requeue(self) -> bool:
         """Ask for a requeue of this job; whether it was accepted."""
         ...
@@ -48,6 +52,10 @@ class LocalScheduler:
         return self._end
 
     def word(self) -> SlurmWord | None:
+        """Nobody to ask."""
+        return None
+
+    def holds(self, node: str) -> bool | None:
         """Nobody to ask."""
         return None
 
@@ -88,6 +96,11 @@ class SlurmScheduler:
             preempted=record.preempt_time is not None,
             version=number,
         )
+
+    def holds(self, node: str) -> bool | None:
+        """Whether `node` is among the job's: under --no-kill Slurm takes a dead one out."""
+        record = self._show()
+        return None if record is None else node in record.nodes
 
     def requeue(self) -> bool:
         """`scontrol requeue` of the own job, ARRAYJOB_TASK in an array."""

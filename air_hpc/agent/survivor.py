@@ -5,7 +5,8 @@ after all tasks have ended. So the lowest survivor ends the attempt in the ledge
 requeue; the others wait for their turn (`node`), and then find that Slurm has been asked.
 
 A node that the coordinator gave up is no survivor: what runs goes on without it, and it must touch
-nothing. It finds its own name in the ledger, which the coordinator writes well within a lease.
+nothing. It finds its own name in the ledger, which the coordinator writes well within a lease. It
+stands by (`standby`), for the case that it is the last one after all.
 
 Slurm's controller may be out of reach for a while, and nobody would ask again: so it is insisted.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from enum import Enum, auto
 from typing import TypeVar
 
 from air_hpc.agent.environment import JobContext
@@ -24,6 +26,19 @@ from air_hpc.rundir.fence import Fenced, Token, claim_next_attempt, newest_token
 from air_hpc.rundir.layout import RunDir
 from air_hpc.rundir.state import fold
 from air_hpc.rundir.words import FailureClass, Verdict
+
+
+class Standing(Enum):
+    """How the attempt of this start stands, for one of its nodes, by the ledger."""
+
+    MEMBER = auto()
+    """Under way, and nothing says that this node was given up; or nobody has claimed it yet."""
+    GIVEN_UP = auto()
+    TO_BE_REQUEUED = auto()
+    """It has ended, and Slurm is to start the job again."""
+    GONE = auto()
+    """It has ended otherwise, or the run is another start's now."""
+
 
 PAUSES_S = (0.0, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
 """Before each try of a question to Slurm."""
@@ -37,40 +52,100 @@ def end_as_survivor(
     scheduler: Scheduler,
     *,
     say: Callable[[str], None],
+    stands_by: bool = False,
     pauses_s: Sequence[float] = PAUSES_S,
-) -> None:
+) -> bool:
     """End the attempt for a coordinator that is gone, unless it or somebody else has done so.
+
+    Returns whether there is nothing left that this node could do. A node that was given up acts
+    only where it `stands_by`: it must know that the coordinator's node is lost.
 
     A coordinator that was lost before it claimed this start left no trace that the next one could
     count: then the start is claimed here, which also fences off one that was only stopped.
     """
     token = newest_token(run)
-    events = read_ledger(run).events
-    if fold(events).terminal:
-        return
-    mine = [e for e in events if e.token is not None and token and e.token.attempt == token.attempt]
-    unclaimed = token is None or not _is_of_this_start(mine, context)
-    if not unclaimed and not _is_under_way(mine, context):
-        say("this node was given up, or the attempt has ended: nothing to ask for")
-        return
+    unclaimed = token is None or not _is_of_this_start(_events_of(run, token), context)
+    match standing(context, run):
+        case Standing.GONE:
+            return True
+        case Standing.TO_BE_REQUEUED:
+            return False
+        case Standing.GIVEN_UP if not stands_by:
+            say("this node was given up: nothing to ask for")
+            return False
     word = _insist(scheduler.word, pauses_s)
     if word is None or not word.running or word.restarts != context.restart_count:
-        return
-    requeues = spec.launch.continuation in ("requeue", "resubmit")
-    verdict = Verdict.REQUEUE if requeues or spec.launch.continuation == "chain" else Verdict.STOP
+        return True
+    continuation = spec.launch.continuation
+    verdict = Verdict.STOP if continuation == "none" else Verdict.REQUEUE
     try:
         if unclaimed:
             _tell_unclaimed(context, run, spec, verdict)
         elif token is not None:
             _tell_lost(context, run, spec, verdict, token)
     except Fenced:
-        return
+        return True
     except OSError as error:
         # The next start counts an attempt without a word; a job that nobody gives back runs on.
         say(f"the end of the attempt could not be recorded: {error}")
+    _ask(spec, scheduler, "the coordinator is gone", pauses_s, say)
+    return True
+
+
+def give_back(
+    context: JobContext,
+    spec: RunSpec,
+    scheduler: Scheduler,
+    *,
+    say: Callable[[str], None],
+    pauses_s: Sequence[float] = PAUSES_S,
+) -> None:
+    """Ask for what the end of the attempt decided, where Slurm still runs this start of the job.
+
+    The first node's script was to do it; its node may have been lost since, or cut off.
+    """
+    word = _insist(scheduler.word, pauses_s)
+    if word is not None and word.running and word.restarts == context.restart_count:
+        _ask(spec, scheduler, "the requeue that was decided did not come", pauses_s, say)
+
+
+def standing(context: JobContext, run: RunDir) -> Standing:
+    """How the attempt stands for this node, by the ledger as it is now."""
+    token = newest_token(run)
+    if fold(read_ledger(run).events).terminal:
+        return Standing.GONE
+    mine = _events_of(run, token)
+    if not _is_of_this_start(mine, context):
+        # An older attempt: this start has not claimed one, or a newer start has.
+        later = any(_restarts(event) > context.restart_count for event in mine)
+        return Standing.GONE if later else Standing.MEMBER
+    given_up = False
+    for event in mine:
+        if event.kind == Kind.ATTEMPT_ENDED:
+            again = event.facts.get("verdict") in (Verdict.REQUEUE, Verdict.EXCLUDE_AND_REQUEUE)
+            return Standing.TO_BE_REQUEUED if again else Standing.GONE
+        if event.kind == Kind.NODE_LOST and event.facts.get("node") == context.node:
+            given_up = True
+    return Standing.GIVEN_UP if given_up else Standing.MEMBER
+
+
+def _ask(
+    spec: RunSpec,
+    scheduler: Scheduler,
+    why: str,
+    pauses_s: Sequence[float],
+    say: Callable[[str], None],
+) -> None:
+    requeues = spec.launch.continuation in ("requeue", "resubmit")
     accepted = _insist(scheduler.requeue if requeues else scheduler.cancel, pauses_s)
     what = "a requeue" if requeues else "the job's end"
-    say(f"the coordinator is gone; asked for {what}: {'yes' if accepted else 'refused'}")
+    say(f"{why}; asked for {what}: {'yes' if accepted else 'refused'}")
+
+
+def _events_of(run: RunDir, token: Token | None) -> list[Event]:
+    """The events of the attempt that `token` belongs to."""
+    events = read_ledger(run).events
+    return [e for e in events if e.token is not None and token and e.token.attempt == token.attempt]
 
 
 def _tell_lost(
@@ -131,14 +206,8 @@ def _is_of_this_start(events: list[Event], context: JobContext) -> bool:
     return True
 
 
-def _is_under_way(events: list[Event], context: JobContext) -> bool:
-    """Whether nobody has ended the attempt, and this node still belongs to it."""
-    for event in events:
-        if event.kind == Kind.ATTEMPT_ENDED:
-            return False
-        if event.kind == Kind.NODE_LOST and event.facts.get("node") == context.node:
-            return False
-    return True
+def _restarts(event: Event) -> int:
+    return int(event.facts.get("restart_count") or 0) if event.kind == Kind.ATTEMPT_STARTED else 0
 
 
 def _insist(ask: Callable[[], T], pauses_s: Sequence[float]) -> T | None:

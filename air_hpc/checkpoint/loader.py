@@ -9,7 +9,7 @@ a run never begins again from scratch in silence.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from air_hpc.checkpoint.state import (
     training_state,
 )
 from air_hpc.errors import AirHpcError, BadInput, Problem
+from air_hpc.plan.types import Mesh
 from air_hpc.rundir.commit import (
     Checkpoint,
     CheckpointInvalid,
@@ -57,11 +58,14 @@ class Resumed:
 def resume(
     session: Session,
     ranks: Ranks,
-    module: nn.Module,
+    parts: Sequence[nn.Module],
     optimizer: torch.optim.Optimizer,
     identity: Identity,
+    mesh: Mesh,
 ) -> Resumed | None:
     """Load the newest good candidate; None when there is no candidate at all. Collective.
+
+    It may be of any mesh; random numbers go on where it is of this one.
 
     Raises NoUsableCheckpoint, or BadInput where a good checkpoint belongs to other data, another
     batch or another seed than the run has now.
@@ -73,9 +77,9 @@ def resume(
         reason = found if isinstance(found, str) else _verify(found, ranks)
         if not isinstance(found, str) and reason is None:
             _require_identity(found, identity)
-            exact = found.facts.get("world_size") == ranks.world_size
+            exact = found.facts.get("mesh") == asdict(mesh)
             exact = exact and found.facts.get("device") == ranks.device.type
-            reason = _load(found, ranks, module, optimizer, exact)
+            reason = _load(found, ranks, parts, optimizer, exact)
             if reason is None:
                 if not exact:
                     seed_generators(identity.seed, found.step, ranks.rank)
@@ -150,13 +154,13 @@ def _require_identity(checkpoint: Checkpoint, wanted: Identity) -> None:
 def _load(
     checkpoint: Checkpoint,
     ranks: Ranks,
-    module: nn.Module,
+    parts: Sequence[nn.Module],
     optimizer: torch.optim.Optimizer,
     exact: bool,
 ) -> str | None:
     """Load into the model and the optimizer; why not, agreed by all ranks, or None."""
     mine: str | None = None
-    state: dict[str, Any] = training_state(module, optimizer, ranks.rank, ranks.device)
+    state: dict[str, Any] = training_state(parts, optimizer, ranks.rank, ranks.device)
     state["random"] = random_state(ranks.rank, ranks.device) if exact else {}
     try:
         load(
@@ -164,7 +168,7 @@ def _load(
             storage_reader=FileSystemReader(checkpoint.path),
             process_group=ranks.group,
         )
-        put_back(state, module, optimizer, ranks.rank)
+        put_back(state, parts, optimizer, ranks.rank)
     except CheckpointException as error:  # derives from BaseException
         first = min(error.failures)
         failure = error.failures[first][0]

@@ -1,4 +1,10 @@
-"""The process group, the device and the mesh of one worker.
+"""The process group, the device and the meshes of one worker.
+
+    mesh           pp × dp_replicate × dp_shard × cp × tp, every axis named, size 1 included
+    mesh["fsdp"]   dp_shard and cp as one axis: the ranks that weights are sharded over. Context
+                   ranks hold other tokens of the same weights, as data ranks do.
+    expert_mesh    pp × dp_replicate × efsdp × ep × tp over the same ranks, where ep > 1: ep takes
+                   the innermost of the dp_shard and cp ranks, what is left of them shards experts
 
 Gloo on a CPU, NCCL on a GPU. Every group that exists here has the run's collective timeout: torch
 2.13 gives mesh sub-groups and `new_group` 30 minutes whatever the default group was told, so a
@@ -7,6 +13,7 @@ hang inside a sub-mesh would outlive the allocation's patience; they are set one
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -16,10 +23,10 @@ from torch.distributed import ProcessGroup, Store  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from air_hpc.errors import BadInput, EnvironmentFailure, Problem, raise_if_any
+from air_hpc.errors import BadInput, EnvironmentFailure
 from air_hpc.plan.types import MESH_AXES, Mesh
 
-_NOT_YET = ("pp", "cp", "tp", "ep")
+EXPERT_AXES = ("pp", "dp_replicate", "efsdp", "ep", "tp")
 
 
 class RanksMissing(EnvironmentFailure):
@@ -33,8 +40,9 @@ class RanksMissing(EnvironmentFailure):
 class World:
     """Where this worker stands.
 
-    `mesh` has all of MESH_AXES by name. `control` is a gloo group of all ranks for objects and
-    checkpoints, apart from the training's collectives, safe to use from another thread.
+    `mesh` has all of MESH_AXES by name, and "fsdp"; `expert_mesh` those of EXPERT_AXES, None
+    without expert parallelism. `control` is a gloo group of all ranks for objects and checkpoints,
+    apart from the training's collectives, safe to use from another thread.
     """
 
     rank: int
@@ -45,6 +53,7 @@ class World:
     mesh: DeviceMesh
     control: ProcessGroup
     timeout_s: float
+    expert_mesh: DeviceMesh | None = None
 
     @property
     def data_rank(self) -> int:
@@ -57,19 +66,29 @@ class World:
         """Into how many parts a global batch is divided."""
         return self.degrees.data_parallel_size
 
+    @property
+    def sharding_mesh(self) -> DeviceMesh:
+        """What FSDP spreads over: the sharding ranks, under the replicas where there are some."""
+        axis = "fsdp" if self.degrees.cp > 1 else "dp_shard"
+        return self.mesh["dp_replicate", axis] if self.degrees.dp_replicate > 1 else self.mesh[axis]
 
-def require_supported(degrees: Mesh) -> None:
-    """Raise BadInput naming every degree that this engine cannot do."""
-    raise_if_any(
-        Problem(
-            f"parallelism.{axis}",
-            str(getattr(degrees, axis)),
-            "the native engine spreads over data-parallel ranks only",
-            allowed="1",
-        )
-        for axis in _NOT_YET
-        if getattr(degrees, axis) != 1
-    )
+    @property
+    def stage_ranks(self) -> int:
+        """How many ranks hold the same stages of the pipeline: all, where there is no pipeline."""
+        return self.world_size // self.degrees.pp
+
+    @property
+    def stage_rank(self) -> int:
+        """Which of the `stage_ranks` this worker is."""
+        return self.rank % self.stage_ranks
+
+    def group(self, ranks: Sequence[int]) -> ProcessGroup | None:
+        """A new group of some ranks under the run's timeout; None where this rank is not in it.
+
+        Collective: every rank of the world calls it, in the same order.
+        """
+        made = dist.new_group(list(ranks), timeout=timedelta(seconds=self.timeout_s))
+        return made if self.rank in ranks else None
 
 
 def choose_device(kind: str, local_rank: int) -> torch.device:
@@ -110,9 +129,8 @@ def start_world(
     """Join the process group (at MASTER_ADDR and MASTER_PORT, or through `store`), make the mesh.
 
     Raises RanksMissing when the ranks do not come together within `timeout_s`, BadInput for
-    degrees that this engine cannot do or that do not multiply to the world.
+    degrees that do not multiply to the world.
     """
-    require_supported(degrees)
     if degrees.world_size != world_size:
         raise BadInput.single(
             "parallelism",
@@ -138,7 +156,8 @@ def start_world(
             next_step="look at the logs of the other ranks and at the network interface chosen",
         ) from error
     mesh = build_mesh(degrees, device.type, timeout)
-    return World(rank, local_rank, world_size, device, degrees, mesh, control, timeout_s)
+    experts = build_expert_mesh(degrees, device.type, timeout) if degrees.ep > 1 else None
+    return World(rank, local_rank, world_size, device, degrees, mesh, control, timeout_s, experts)
 
 
 def backend_for(device: torch.device, *, cpu_offload: bool) -> str:
@@ -149,9 +168,31 @@ def backend_for(device: torch.device, *, cpu_offload: bool) -> str:
 
 
 def build_mesh(degrees: Mesh, device_type: str, timeout: timedelta) -> DeviceMesh:
-    """The mesh with every axis of MESH_AXES named (size 1 included), its groups under `timeout`."""
+    """The mesh with every axis of MESH_AXES named (size 1 included), and "fsdp" where cp > 1."""
     sizes = tuple(getattr(degrees, axis) for axis in MESH_AXES)
     mesh = init_device_mesh(device_type, sizes, mesh_dim_names=MESH_AXES)
+    if degrees.cp > 1:
+        flat = mesh["dp_shard", "cp"]._flatten("fsdp")
+        _set_pg_timeout(timeout, flat.get_group())
+    return _bounded(mesh, timeout)
+
+
+def build_expert_mesh(degrees: Mesh, device_type: str, timeout: timedelta) -> DeviceMesh:
+    """The ranks once more, with the axes of EXPERT_AXES."""
+    sharding = degrees.dp_shard * degrees.cp
+    if sharding % degrees.ep:
+        raise BadInput.single(
+            "parallelism.ep",
+            degrees.ep,
+            f"ep lies inside dp_shard {degrees.dp_shard} × cp {degrees.cp} = {sharding} ranks",
+            allowed=f"a divisor of {sharding}",
+        )
+    sizes = (degrees.pp, degrees.dp_replicate, sharding // degrees.ep, degrees.ep, degrees.tp)
+    mesh = init_device_mesh(device_type, sizes, mesh_dim_names=EXPERT_AXES)
+    return _bounded(mesh, timeout)
+
+
+def _bounded(mesh: DeviceMesh, timeout: timedelta) -> DeviceMesh:
     for group in mesh.get_all_groups():
         _set_pg_timeout(timeout, group)
     return mesh

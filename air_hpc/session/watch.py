@@ -127,11 +127,19 @@ def collectives() -> list[dict[str, Any]]:
 
 
 def _from_flight_recorder() -> list[dict[str, Any]]:
+    return reduce_trace(recorded(), memberships())
+
+
+def recorded() -> list[dict[str, Any]]:
+    """The flight recorder's operations, the oldest first; empty without torch or its recorder.
+
+    It records where TORCH_FR_BUFFER_SIZE is set; whatever torch raises goes through.
+    """
     torch = sys.modules.get("torch")
     if torch is None:
         return []
     dump = json.loads(torch._C._distributed_c10d._dump_fr_trace_json())
-    return reduce_trace(dump.get("entries", ()), _memberships())
+    return list(dump.get("entries", ()))
 
 
 @dataclass(frozen=True)
@@ -146,8 +154,8 @@ class Membership:
     sequence: int | None = None
 
 
-def _memberships() -> dict[str, Membership]:
-    """By the name that torch gives the group."""
+def memberships() -> dict[str, Membership]:
+    """The process groups of this process, by the name that torch gives the group."""
     module = sys.modules.get("torch.distributed.distributed_c10d")
     if module is None:
         return {}

@@ -29,10 +29,10 @@ from air_hpc.checkpoint.saver import SaveOutcome, Saver, SavesFail
 from air_hpc.checkpoint.state import Facts, Identity, seed_generators, share_of, training_state
 from air_hpc.config.spec import RunSpec
 from air_hpc.data.batches import Batches
-from air_hpc.models.decoder import next_token_loss
-from air_hpc.parallel.reduce import clip_gradients, gradient_norm, mean_over_data_ranks
+from air_hpc.parallel.engine import Engine
+from air_hpc.parallel.options import EngineOptions
+from air_hpc.parallel.reduce import clip_gradients, gradient_norm, sum_over_ranks
 from air_hpc.parallel.world import World
-from air_hpc.parallel.wrap import Spread, WrapOptions, build_spread
 from air_hpc.plan.frozen import config_hash
 from air_hpc.plan.types import Plan
 from air_hpc.rundir.spool import LOSS, TOKENS_PER_S
@@ -102,9 +102,9 @@ class Trainer:
             spec.train.seed,
         )
         with session.phase("init"):
-            self.spread = self._build()
-            self.parameters = list(self.spread.module.parameters())
-            self.optimizer = build_optimizer(self.parameters, spec.optimizer, world.device)
+            self.engine = self._build()
+            self.held = self.engine.held()
+            self.optimizer = build_optimizer(self.engine.parameters(), spec.optimizer, world.device)
         self.step = 0
         self._computed_steps = 0
         self._compute = compute_clock(world.device)
@@ -146,18 +146,19 @@ class Trainer:
             self.step, self.spec.train.steps, self.spec.optimizer.lr, self.spec.schedule
         )
         set_learning_rate(self.optimizer, rate)
-        loss = self._forward_backward()
+        loss = self.engine.step(self._tokens())
         self._watch.look_back()
         logs = step % self.spec.train.log_interval_steps == 0 or step == self.spec.train.steps
         norm = None
         if self.spec.optimizer.grad_clip is not None:
-            norm = clip_gradients(self.parameters, self.spec.optimizer.grad_clip)
+            norm = clip_gradients(self.held, self.spec.optimizer.grad_clip)
         elif logs:
-            norm = gradient_norm(self.parameters)
+            norm = gradient_norm(self.held)
         early = self._guard.decides_early or self._numbers_are_at_hand()
         seen = self._look(step, norm, loss, logs=logs) if early else _Seen()
         if seen.updates:
             self.optimizer.step()
+        self.engine.finish_step(updates=seen.updates)
         self.optimizer.zero_grad(set_to_none=True)
         self.step = step
         meter.count()
@@ -213,18 +214,17 @@ class Trainer:
         return self.world.device.type == "cpu"
 
     def _reduced(self, step: int, loss: torch.Tensor) -> float:
-        """The mean loss over the ranks; with it comes rank 0's word on when to save, if needed."""
+        """The mean loss of the step; with it comes rank 0's word on when to save, if needed."""
         if self.spec.checkpoint.interval_steps != "auto":
-            return float(mean_over_data_ranks(loss, self.world))
+            return float(sum_over_ranks(loss))
         vote = 0
         if self.session.is_first:
             vote = self._timer.vote(self._step_time_s, self.spec.train.log_interval_steps)
-        # All ranks are data-parallel ones (parallel.world), so the mean is 1/n of rank 0's word.
+        # The others say nothing, so the sum is rank 0's word.
         pair = torch.stack((loss, torch.full_like(loss, float(vote))))
-        mean, share = mean_over_data_ranks(pair, self.world).tolist()
-        told = round(share * self.world.data_ranks)
+        mean, told = sum_over_ranks(pair).tolist()
         if told:
-            self._due_step = step + told - 1
+            self._due_step = step + round(told) - 1
         return float(mean)
 
     def _say(self, step: int, metrics: dict[str, float]) -> None:
@@ -238,20 +238,9 @@ class Trainer:
             loss = metrics[LOSS]
             print(f"step {step} of {self.spec.train.steps}: loss {loss:.4f}{speed}", flush=True)
 
-    def _forward_backward(self) -> torch.Tensor:
-        """Gradients of the whole step; returns this rank's mean loss, on the device."""
-        device = self.world.device
-        tokens = torch.from_numpy(self.batches.step_batch(self.step)).to(device)
-        count = tokens.shape[0]
-        total = torch.zeros((), device=device)
-        for number, part in enumerate(tokens):
-            with self.spread.micro_batch(last=number == count - 1):
-                with self.spread.autocast():
-                    logits = self.spread.module(part[:, :-1])
-                    loss = next_token_loss(logits, part[:, 1:]) / count
-                loss.backward()  # type: ignore[no-untyped-call]
-            total += loss.detach()
-        return total
+    def _tokens(self) -> torch.Tensor:
+        """This data rank's tokens of the present step."""
+        return torch.from_numpy(self.batches.step_batch(self.step)).to(self.world.device)
 
     # -- before and after ------------------------------------------------------------------------
 
@@ -266,28 +255,30 @@ class Trainer:
             session.env.skipped_batches,
         )
 
-    def _build(self) -> Spread:
-        options = WrapOptions(
-            precision=self.spec.train.precision,
-            reshard_after_forward=self.spec.parallelism.reshard_after_forward,
-            cpu_offload=self.spec.parallelism.cpu_offload,
-            compile=self.spec.train.compile,
-        )
-        spread = build_spread(
+    def _build(self) -> Engine:
+        engine = Engine(
             self.spec.model,
             self.spec.data.sequence_length,
             self.spec.train.seed,
             self.world,
-            options,
+            EngineOptions.of(self.spec),
+            self.plan.accumulation_steps,
+            self.plan.micro_batch_size,
         )
         shape = (self.plan.micro_batch_size, self.spec.data.sequence_length)
-        spread.settle(torch.zeros(shape, dtype=torch.long, device=self.world.device))
-        return spread
+        engine.settle(torch.zeros(shape, dtype=torch.long, device=self.world.device))
+        return engine
 
     def _resume(self) -> None:
-        module = self.spread.module
         seed_generators(self.spec.train.seed, 0, self.world.rank)
-        resumed = resume(self.session, self.ranks, module, self.optimizer, self.identity)
+        resumed = resume(
+            self.session,
+            self.ranks,
+            self.engine.parts,
+            self.optimizer,
+            self.identity,
+            self.plan.mesh,
+        )
         if resumed is not None:
             self.step = resumed.step
         self._guard = Guard(
@@ -334,8 +325,8 @@ class Trainer:
 
     def _state(self) -> dict[str, object]:
         world = self.world
-        state = training_state(self.spread.module, self.optimizer, world.rank, world.device)
-        return share_of(state, world.rank, world.world_size)
+        state = training_state(self.engine.parts, self.optimizer, world.rank, world.device)
+        return share_of(state, world.stage_rank, world.stage_ranks, self.engine.written_elsewhere())
 
     def _save_last(self, saver: Saver, *, finished: bool) -> None:
         """Save the present step if it is not saved yet, again if that fails, and again.

@@ -28,6 +28,7 @@ _OF_TORCH_MODULES = (
     ("air_hpc.checkpoint.saver", "SavesFail", FailureClass.STORAGE),
     ("air_hpc.checkpoint.loader", "NoUsableCheckpoint", FailureClass.CHECKPOINT),
     ("air_hpc.data.shards", "ShardUnreadable", FailureClass.DATA),
+    ("air_hpc.parallel.failures", "CollectiveFailed", FailureClass.NETWORK),
     ("air_hpc.parallel.world", "RanksMissing", FailureClass.NETWORK),
     ("air_hpc.probes.ranks", "DeviceUnfit", FailureClass.DEVICE),
     ("air_hpc.probes.ranks", "LinkUnfit", FailureClass.NETWORK),
@@ -78,6 +79,7 @@ def _import_torch() -> None:
 def _train(session: Session, frozen: FrozenRun) -> int:
     import torch
 
+    from air_hpc.parallel.failures import naming_collectives
     from air_hpc.parallel.world import start_world, stop_world
     from air_hpc.train.loop import train
 
@@ -94,12 +96,17 @@ def _train(session: Session, frozen: FrozenRun) -> int:
         timeout_s=spec.train.collective_timeout_s,
         cpu_offload=spec.parallelism.cpu_offload,
     )
-    if env.preflight:
-        try_device_and_links(session, frozen, world)
-    peak = tell_peak(session, frozen, world)
-    ended = train(session, spec, plan, world, peak)
+    with naming_collectives(world.rank, _host()):
+        if env.preflight:
+            try_device_and_links(session, frozen, world)
+        peak = tell_peak(session, frozen, world)
+        ended = train(session, spec, plan, world, peak)
     stop_world()
     return EXIT_OK if ended.saved else EXIT_ENVIRONMENT
+
+
+def _host() -> str:
+    return os.environ.get("SLURMD_NODENAME", "local")
 
 
 def try_device_and_links(session: Session, frozen: FrozenRun, world: object) -> None:
@@ -122,7 +129,7 @@ def try_device_and_links(session: Session, frozen: FrozenRun, world: object) -> 
                 world.rank,
                 world.world_size,
                 session.env.local_world_size,
-                os.environ.get("SLURMD_NODENAME", "local"),
+                _host(),
                 world.device,
                 world.control,
             ),

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from air_hpc.config.spec import OptimizerSpec, ScheduleSpec
 
@@ -18,13 +20,20 @@ from air_hpc.config.spec import OptimizerSpec, ScheduleSpec
 def build_optimizer(
     parameters: Iterable[nn.Parameter], spec: OptimizerSpec, device: torch.device
 ) -> torch.optim.Optimizer:
-    """The optimizer of `spec` over two groups: matrices, which decay, and vectors, which do not."""
-    kept = [p for p in parameters if p.requires_grad]
-    groups = [
-        {"params": [p for p in kept if p.dim() >= 2], "weight_decay": spec.weight_decay},
-        {"params": [p for p in kept if p.dim() < 2], "weight_decay": 0.0},
+    """The optimizer of `spec` over matrices, which decay, and vectors, which do not.
+
+    Parameters of different meshes are in groups of their own: an operation over many tensors at a
+    time takes those of one mesh.
+    """
+    sorted_out: dict[tuple[object, bool], list[nn.Parameter]] = {}
+    for parameter in parameters:
+        if parameter.requires_grad:
+            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+            sorted_out.setdefault((mesh, parameter.dim() < 2), []).append(parameter)
+    groups: list[dict[str, Any]] = [
+        {"params": group, "weight_decay": 0.0 if is_vector else spec.weight_decay}
+        for (_, is_vector), group in sorted(sorted_out.items(), key=lambda item: item[0][1])
     ]
-    groups = [group for group in groups if group["params"]]
     if spec.name == "sgd":
         return torch.optim.SGD(groups, lr=spec.lr, momentum=spec.momentum, foreach=True)
     return torch.optim.AdamW(

@@ -202,6 +202,37 @@ def test_a_lost_or_stopped_coordinator_is_survived_by_a_requeue(
     assert len(events_of(stopped, "attempt_started")) in (1, 2), story(stopped)
 
 
+def test_a_run_goes_on_although_no_agent_is_left(
+    devcluster: DevCluster, tmp_path: Path, short_reference: dict[int, float]
+) -> None:
+    """The first node dies, and the second one's agent is killed: right after it, or before it, when
+    the coordinator had given that node up. Nobody asked for the requeue; both ran on empty."""
+    together = submit(devcluster, tmp_path / "together", 2, 1, *SHORT)
+    words = ("recovery.restart=elastic", "recovery.min_nodes=1", "train.steps=400")
+    before = submit(devcluster, tmp_path / "before", 2, 1, *SHORT, *words)
+
+    def kill_agent(run: RunDir) -> None:
+        node = generations(run)[0][1][1]
+        os.kill(run_processes(run.path).agents[node].pid, signal.SIGKILL)
+
+    def kill_first_node_and_agent(run: RunDir) -> None:
+        devcluster.kill_node(generations(run)[0][1][0])
+        kill_agent(run)
+
+    once_trained({together: kill_first_node_and_agent, before: kill_agent})
+    wait_until(lambda: len(generations(before)) == 2 and len(losses(before)) > 100, "one node", 120)
+    devcluster.kill_node(generations(before)[0][1][0])
+    wait_for_end([together, before])
+
+    assert_finished_like(together, short_reference)
+    for run in (together, before):
+        assert status_of(run).state is RunState.FINISHED, story(run)
+        end = events_of(run, "attempt_ended")[0].facts
+        assert end["failure_class"] == FailureClass.NODE_LOST, story(run)
+        assert_ends_in_slurm(devcluster, run)
+        assert devcluster.job(job_of(run))["Restarts"] == "1"
+
+
 @pytest.fixture
 def drilled(tmp_path: Path) -> Path:
     """A checkout whose training fails as DRILL says."""

@@ -38,7 +38,10 @@ class Allocation:
         run: RunDir,
         restart_count: int = 0,
         nodes: tuple[str, ...] = NODES,
+        *,
+        stands_by: bool = False,
     ) -> None:
+        self.stands_by = stands_by
         folder.mkdir(exist_ok=True)
         self.folder = folder
         self.run = run
@@ -73,6 +76,8 @@ class Allocation:
             "SLURMD_NODENAME": node,
             "SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1",
         }
+        if self.stands_by:
+            environ["SLURM_STEP_NUM_NODES"] = str(len(NODES))
         if self.restart_count:
             environ["SLURM_RESTART_COUNT"] = str(self.restart_count)
         with (self.folder / f"{node}.log").open("ab") as log:
@@ -87,12 +92,20 @@ class Allocation:
     # -- what happens to it --
 
     def signal(self, node: str, number: int) -> None:
-        self.agents[node].send_signal(number)
+        """Slurm signals every process of a step; what nobody can catch is for the agent alone."""
+        self.agent_of(node).send_signal(number)
+        if number not in (signal.SIGKILL, signal.SIGSTOP, signal.SIGCONT):
+            self.agents[node].send_signal(number)
+
+    def agent_of(self, node: str) -> psutil.Process:
+        """A node's agent, the child of the task."""
+        found: list[psutil.Process] = []
+        wait_until(lambda: found.extend(psutil.Process(self.agents[node].pid).children()) or found)
+        return found[0]
 
     def workers_of(self, node: str) -> list[int]:
         """The pids below a node's agent: template and workers."""
-        agent = psutil.Process(self.agents[node].pid)
-        return [process.pid for process in agent.children(recursive=True)]
+        return [process.pid for process in self.agent_of(node).children(recursive=True)]
 
     # -- what came of it --
 
@@ -138,6 +151,5 @@ class Allocation:
     def close(self) -> None:
         for agent in self.agents.values():
             if agent.poll() is None:
-                agent.send_signal(signal.SIGCONT)
-                agent.kill()
+                agent.kill()  # its agent, stopped or not, dies with it
                 agent.wait()

@@ -11,6 +11,7 @@ import pytest
 
 from air_hpc.agent.channel import Message
 from air_hpc.agent.environment import JobContext
+from air_hpc.agent.keeper import EXIT_STAND_BY
 from air_hpc.agent.node import NodeAgent
 from air_hpc.config.spec import RecoverySpec
 from air_hpc.errors import EXIT_ENVIRONMENT
@@ -47,6 +48,7 @@ class Node:
         self.sent: list[Message] = []
         self.said: list[str] = []
         self.lost = 0
+        self.given_up = False
         self.starter = SlowStarter()
         self.disowned = False
         context = JobContext("slurm", "n2", 1, ("n1", "n2"), "7", None, None, 0, None)
@@ -66,8 +68,9 @@ class Node:
             clock=lambda: self.now,
         )
 
-    def _lost(self) -> None:
+    def _lost(self) -> bool:
         self.lost += 1
+        return not self.given_up
 
     def send(self, message: Message) -> None:
         self.sent.append(message)
@@ -153,6 +156,14 @@ def test_without_acknowledgement_for_a_lease_the_node_leaves(node: Node) -> None
     node.wait(2, acknowledged=False)
     assert node.agent.exit_code == EXIT_ENVIRONMENT
     assert node.lost == 1
+
+
+def test_a_node_that_was_given_up_leaves_to_stand_by(node: Node) -> None:
+    """By the coordinator's word, or by the ledger where no word arrives."""
+    node.given_up = True
+    node.agent.on_message({"type": "welcome"})
+    node.wait(30, acknowledged=False)
+    assert (node.agent.exit_code, node.lost) == (EXIT_STAND_BY, 1)
 
 
 def test_a_stall_of_our_own_is_not_held_against_the_coordinator(node: Node) -> None:

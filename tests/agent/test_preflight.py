@@ -118,7 +118,7 @@ class ByHand:
             {},
             start_timeout_s=60,
             say=lambda text: None,
-            on_coordinator_lost=lambda: None,
+            on_coordinator_lost=lambda: True,
             preflight=self,  # type: ignore[arg-type]
             clock=lambda: self.now,
         )

@@ -225,7 +225,7 @@ def test_a_node_tells_who_is_overdue_and_reports_when_it_is_asked(run: RunDir) -
         environ(hangs=3),
         start_timeout_s=60,
         say=lambda text: None,
-        on_coordinator_lost=lambda: None,
+        on_coordinator_lost=lambda: True,
     )
 
     def turn(done: Callable[[], Any]) -> bool:

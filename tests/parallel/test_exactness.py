@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from air_hpc.parallel.wrap import WrapOptions, build_spread
 
 from air_hpc.config.spec import ModelSpec, OptimizerSpec
 from air_hpc.models.decoder import next_token_loss
 from air_hpc.parallel.reduce import clip_gradients, mean_over_data_ranks
-from air_hpc.parallel.wrap import WrapOptions, build_spread
 from air_hpc.plan.types import Mesh
 from air_hpc.train.optimizer import build_optimizer
 from tests.torch_ranks import join_world, run_ranks

@@ -16,7 +16,7 @@ from tests.acceptance.runs import ROOT
 sys.path.insert(0, str(ROOT / "tools"))
 
 from _chaos.check import exact_until, fence_problems, loss_problems, time_problems
-from _chaos.plan import Kind, plans_for, run_plans
+from _chaos.plan import Kind, make_up_for, plans_for, run_plans
 
 
 @pytest.mark.parametrize("count", [1, 7, 200])
@@ -27,6 +27,15 @@ def test_a_plan_has_exactly_the_faults_asked_for_and_is_a_function_of_its_seed(c
     assert plans == plans_for(count, 1)
     if count > 1:
         assert plans != plans_for(count, 2)
+
+
+def test_what_found_no_moment_is_made_up_for_by_other_runs() -> None:
+    plans = plans_for(30, 1)
+    further = make_up_for(9, 1, plans)
+    assert further[0].number == len(plans)
+    assert [f.number for plan in further for f in plan.faults] == list(range(30, 39))
+    kinds = [f.kind for plan in further for f in plan.faults]
+    assert kinds != [f.kind for plan in plans for f in plan.faults][:9]
 
 
 def test_every_kind_comes_about_equally_often() -> None:

@@ -50,9 +50,13 @@ def execute(
     plans: Sequence[RunPlan],
     options: Options,
     on_end: Callable[[list[Outcome]], None] = lambda _: None,
+    make_up: Callable[[list[Outcome]], Sequence[RunPlan]] = lambda _: (),
 ) -> list[Outcome]:
-    """Run all plans; the outcomes in their order. An interrupted campaign ends its runs, leaves
-    nothing behind, and has the outcomes up to there. `on_end` gets those known after each end."""
+    """Run all plans, and then those that make up for what they missed; the outcomes in their order.
+
+    An interrupted campaign ends its runs, leaves nothing behind, and has the outcomes up to there.
+    `on_end` gets those known after each end.
+    """
     folder = Path(tempfile.mkdtemp(prefix="air_hpc-chaos-", dir="/tmp"))
     folder.chmod(0o755)
     stop, outcomes = threading.Event(), list[Outcome]()
@@ -68,7 +72,10 @@ def execute(
             cluster, folder, SITE, references, server.port if server else None, options.steps,
             options.patience_s, stop, _sync, _sayer(),
         )  # fmt: skip
-        outcomes += _all(plans, around, options.runs_at_once, on_end)
+        further = plans
+        while further and not stop.is_set():
+            outcomes += _all(further, around, options.runs_at_once, outcomes, on_end)
+            further = make_up(outcomes)
     return outcomes
 
 
@@ -86,9 +93,10 @@ def _all(
     plans: Sequence[RunPlan],
     around: Surroundings,
     at_once: int,
+    before: Sequence[Outcome],
     on_end: Callable[[list[Outcome]], None],
 ) -> list[Outcome]:
-    ended: list[Outcome] = []
+    ended = list(before)
     lock = threading.Lock()
 
     def live(plan: RunPlan) -> Outcome | None:

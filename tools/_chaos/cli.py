@@ -14,12 +14,14 @@ from pathlib import Path
 
 from _chaos.campaign import NODES_A_RUN, Options, execute
 from _chaos.drive import Outcome
-from _chaos.plan import MLFLOW, POLICIES, Kind, plans_for
+from _chaos.plan import MLFLOW, POLICIES, Kind, RunPlan, make_up_for, plans_for
 from _chaos.report import Circumstances, injected, render, violations
 from tests.slurm_cluster import why_no_cluster
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 600
+MOST_RUNS = 3
+"""With --make-up: so many times the planned runs at most."""
 
 
 def main(arguments: list[str]) -> int:
@@ -55,6 +57,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--references", type=Path, metavar="FOLDER",
                         help="keep the losses of undisturbed runs there, and take those that are "
                         "there: for several campaigns of the same code")  # fmt: skip
+    parser.add_argument("--make-up", action="store_true",
+                        help="further runs until N faults were injected: some planned ones find no "
+                        "moment")  # fmt: skip
     parser.add_argument("--plan", action="store_true", help="print the plan and run nothing")
     options = parser.parse_args(arguments)
     names = [kind.name.lower() for kind in Kind]
@@ -107,6 +112,13 @@ def main(arguments: list[str]) -> int:
             options.report.write_text(text)
         return text
 
+    def make_up(outcomes: list[Outcome]) -> list[RunPlan]:
+        done = [outcome.plan for outcome in outcomes]
+        missing = options.faults - len(injected(outcomes))
+        if missing <= 0 or len(done) >= MOST_RUNS * len(plans) or not options.make_up:
+            return []
+        return make_up_for(missing, options.seed, done, kinds=kinds, policies=policies)
+
     try:
         outcomes = execute(
             plans,
@@ -120,6 +132,7 @@ def main(arguments: list[str]) -> int:
                 references=options.references,
             ),
             report,
+            make_up,
         )
     except KeyboardInterrupt:
         print("chaos: interrupted; everything it had started has been ended", file=sys.stderr)

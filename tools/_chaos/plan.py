@@ -140,3 +140,24 @@ def plans_for(
         if not left:
             return found
     raise AssertionError("run_plans has no end")
+
+
+def make_up_for(
+    missing: int, seed: int, done: Sequence[RunPlan], *, kinds: Sequence[Kind] = tuple(Kind),
+    policies: Sequence[str] = POLICIES,
+) -> list[RunPlan]:  # fmt: skip
+    """Further runs with `missing` faults, after those that are `done`: some of theirs found no
+    moment. Runs and faults are numbered on."""
+    runs = len(done)
+    faults = sum(len(plan.faults) for plan in done)
+
+    def renumbered(plan: RunPlan) -> RunPlan:
+        batches = (
+            replace(batch, faults=tuple(replace(f, number=f.number + faults) for f in batch.faults))
+            for batch in plan.batches
+        )
+        return replace(plan, number=plan.number + runs, batches=tuple(batches))
+
+    # Another stream of the same seed: that of the first runs would only be repeated.
+    further = plans_for(missing, seed + 1_000_003 * runs, kinds=kinds, policies=policies)
+    return [renumbered(plan) for plan in further]

@@ -40,10 +40,12 @@ def run_processes(run_dir: Path, table: Table | None = None) -> RunProcesses:
         if process.state not in "ZX":
             children.setdefault(process.parent, []).append(process)
     found = RunProcesses()
-    for process in table.values():
-        words = process.command()
-        if words[1:3] != ["-m", "air_hpc.agent"] or words[3:4] != [str(run_dir)]:
-            continue
+    words = ["-m", "air_hpc.agent", str(run_dir)]
+    kept = [process for process in table.values() if process.command()[1:4] == words]
+    keepers = {process.parent for process in kept}
+    for process in kept:
+        if process.pid in keepers:
+            continue  # the agent is its child
         node = node_of(process)
         found.agents[node] = process
         found.workers[node] = []

@@ -1,0 +1,149 @@
+"""Trains tiny models for a few steps on any mesh, and compares with a single process."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from air_hpc.config.spec import ModelSpec, MoeSpec, OptimizerSpec
+from air_hpc.parallel.engine import Engine
+from air_hpc.parallel.options import EngineOptions
+from air_hpc.parallel.reduce import clip_gradients, sum_over_ranks
+from air_hpc.parallel.world import World, build_expert_mesh, build_mesh
+from air_hpc.plan.types import Mesh
+from air_hpc.train.optimizer import build_optimizer
+from tests.torch_ranks import join_world, run_ranks
+
+TOKENS, GLOBAL_BATCH, STEPS = 16, 8, 5
+Curve = list[tuple[float, float]]
+"""(loss, gradient norm) of each step."""
+
+_SMALL: dict[str, Any] = {
+    "dim": 32,
+    "layers": 4,
+    "heads": 4,
+    "kv_heads": 2,
+    "ffn_dim": 64,
+    "vocab_size": 64,
+}
+MODELS = {
+    "llama": ModelSpec(**_SMALL),
+    "uneven": ModelSpec(**{**_SMALL, "layers": 2, "vocab_size": 65}),
+    "qwen": ModelSpec(**_SMALL, qk_norm=True, head_dim=16, tied_head=True),
+    "gemma": ModelSpec(
+        **_SMALL,
+        tied_head=True,
+        post_norms=True,
+        activation="gelu",
+        scale_embedding=True,
+        attention_softcap=5.0,
+        logit_softcap=3.0,
+        sliding_window=6,
+        global_every=2,
+    ),
+    "mixtral": ModelSpec(
+        **_SMALL, moe=MoeSpec(experts=4, dense_layers=1, balance_loss_weight=0.05)
+    ),
+    "biased": ModelSpec(
+        **_SMALL,
+        moe=MoeSpec(
+            experts=4, shared_experts=1, score="sigmoid", balance="bias", balance_bias_rate=0.01
+        ),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way of training. `mutant` breaks it."""
+
+    degrees: Mesh
+    model: str = "llama"
+    micro_batches: int = 1
+    options: EngineOptions = field(default_factory=EngineOptions)
+    mutant: str = ""
+
+    @property
+    def name(self) -> str:
+        axes = {a: n for a, n in dataclasses.asdict(self.degrees).items() if n > 1}
+        default = dataclasses.asdict(EngineOptions())
+        given = dataclasses.asdict(self.options)
+        options = [f"{k}={v}" for k, v in given.items() if v != default[k]]
+        parts = [self.model, *(f"{a}{n}" for a, n in axes.items()), f"m{self.micro_batches}"]
+        return "-".join([*parts, *options, *([self.mutant] if self.mutant else [])])
+
+
+def train_cases(rank: int, rendezvous: str, cases: Sequence[Case]) -> list[Curve]:
+    """All cases one after another in one set of ranks; a world of its own for each."""
+    whole = join_world(rank, rendezvous, cases[0].degrees)
+    return [train(on_mesh(whole, case.degrees), case) for case in cases]
+
+
+def on_mesh(world: World, degrees: Mesh) -> World:
+    """The same ranks in another mesh."""
+    timeout = timedelta(seconds=world.timeout_s)
+    return dataclasses.replace(
+        world,
+        degrees=degrees,
+        mesh=build_mesh(degrees, "cpu", timeout),
+        expert_mesh=build_expert_mesh(degrees, "cpu", timeout) if degrees.ep > 1 else None,
+    )
+
+
+def train(world: World, case: Case) -> Curve:
+    model = MODELS[case.model]
+    data = torch.randint(
+        model.vocab_size,
+        (STEPS, GLOBAL_BATCH, TOKENS + 1),
+        generator=torch.Generator().manual_seed(1),
+    )
+    size = GLOBAL_BATCH // world.data_ranks // case.micro_batches
+    engine = Engine(model, TOKENS, 0, world, case.options, case.micro_batches, size)
+    optimizer = build_optimizer(
+        engine.parameters(), OptimizerSpec(name="sgd", lr=0.3, weight_decay=0), world.device
+    )
+    held = engine.held()
+    engine.settle(data[0, :1, :-1])
+    seen = []
+    for batch in data:
+        place = 0 if case.mutant == "repeated data" else world.data_rank
+        mine = batch.chunk(world.data_ranks)[place]
+        loss = engine.step(mine.view(case.micro_batches, size, TOKENS + 1))
+        if case.mutant == "doubled gradient" and world.rank == world.world_size - 1:
+            held[0].parameter.grad.mul_(2.0)  # type: ignore[union-attr]
+        norm = clip_gradients(held, 1.0)
+        optimizer.step()
+        engine.finish_step()
+        optimizer.zero_grad()
+        seen.append((float(sum_over_ranks(loss)), float(norm)))
+    return seen
+
+
+@functools.cache
+def single() -> dict[str, Curve]:
+    """What one process makes of each model."""
+    cases = [Case(Mesh(), model) for model in MODELS]
+    return dict(zip(MODELS, run_ranks(1, train_cases, cases)[0], strict=True))
+
+
+def curves(cases: Sequence[Case]) -> list[Curve]:
+    """Of cases of one world size; every rank must have seen the same."""
+    [size] = {case.degrees.world_size for case in cases}
+    results = run_ranks(size, train_cases, cases)
+    assert all(result == results[0] for result in results)
+    found: list[Curve] = results[0]
+    return found
+
+
+def gap(curve: Curve, model: str) -> float:
+    """The largest difference of a loss or a norm from the single process; relative above 1."""
+    pairs = zip(curve, single()[model], strict=True)
+    return max(
+        abs(a - b) / max(1.0, abs(b)) for got, want in pairs for a, b in zip(got, want, strict=True)
+    )
