@@ -76,7 +76,7 @@ class Engine:
         self.parts = self._build(model, sequence_length, seed, cut)
         self._module: nn.Module = self.parts[0]
         if is_plain(world):
-            self._module = replicate(self.parts[0], world)
+            self._module = self._replicated(self.parts[0])
         self._tied: TiedCopies | None = None
         self._pipeline: Pipeline | None = None
         if cut is not None:
@@ -212,11 +212,18 @@ class Engine:
             prepare_blocks(part, options)
             if uses_fsdp(world, options):
                 shard(part, world, options)
-            initialize(part, model, seed, torch.device("cpu") if host else world.device)
+            self._fill(part, model, seed, torch.device("cpu") if host else world.device)
             if host:
                 _move_buffers(part, world.device)
             parts.append(part)
         return parts
+
+    def _fill(self, part: Decoder, model: ModelSpec, seed: int, device: torch.device) -> None:
+        """Storage and first weights."""
+        initialize(part, model, seed, device)
+
+    def _replicated(self, part: Decoder) -> nn.Module:
+        return replicate(part, self.world)
 
     def _flow(self, model: ModelSpec, sequence_length: int, micro_batch_size: int) -> Flow:
         degrees = self.world.degrees
