@@ -162,10 +162,10 @@ def _planned(
     from air_hpc.plan.search import resolve_auto
 
     measured = measured_matmul(spec, threads_per_worker(spec))
-    decided, found, problems = spec, None, []
-    if not unsure:
-        decided, found, problems = resolve_auto(spec, overrides, measured_flops_per_s=measured)
-    plan, more = make_plan(decided, unsure=unsure, to_run=to_run, measured_flops_per_s=measured)
+    if unsure:
+        return None, make_plan(spec, unsure=unsure, to_run=to_run)[1]
+    decided, found, problems = resolve_auto(spec, overrides, measured_flops_per_s=measured)
+    plan, more = make_plan(decided, to_run=to_run, measured_flops_per_s=measured)
     if plan is None or problems:
         return None, [*problems, *more]
     return Task(overrides, decided, plan, spec, found, measured), more

@@ -282,6 +282,6 @@ def show_sweep(tasks: Sequence[Task]) -> None:
         )
         for task in tasks
     ]
-    titles = ("RUN", "PARAMETERS", "MESH", "RANKS", "FLOP/TOKEN", "MEMORY/RANK", "TOKENS/STEP")
-    titles = (*titles, "STEP")
-    print_table(titles, rows, right=tuple(t for t in titles if t not in ("RUN", "MESH")))
+    numbers = ("RANKS", "FLOP/TOKEN", "MEMORY/RANK", "TOKENS/STEP", "STEP")
+    titles = ("RUN", "PARAMETERS", "MESH", *numbers)
+    print_table(titles, rows, right=("PARAMETERS", *numbers))

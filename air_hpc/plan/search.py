@@ -31,7 +31,7 @@ import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, fields, replace
 from heapq import heapify, heappop, heappush
-from typing import NamedTuple
+from typing import Final, Literal, NamedTuple
 
 from air_hpc.config.spec import ParallelismSpec, PipelineSchedule, RunSpec
 from air_hpc.errors import BadInput, Problem
@@ -47,12 +47,13 @@ from air_hpc.plan.step_time import StepTime, ideal_bubble, job_time
 from air_hpc.plan.types import Mesh
 from air_hpc.plan.work import Job, job_of
 
-AUTO = "auto"
+AUTO: Final = "auto"
 """The name of conf/parallelism/auto.yaml, which asks for the search."""
 FINALISTS = 6
 TIE = 0.01
 """Two predictions that differ by less are equal: the model's own error is larger."""
-_REPEATED = {"none": 0.0, "ops": 1 / 6, "budget": 1 / 6, "full": 1 / 3}
+Recompute = Literal["none", "full", "ops", "budget"]
+_REPEATED: dict[Recompute, float] = {"none": 0.0, "ops": 1 / 6, "budget": 1 / 6, "full": 1 / 3}
 """Of a step's matrix products: what a policy computes again."""
 _LOOPED: tuple[tuple[PipelineSchedule, int], ...] = (
     ("1f1b", 1),
@@ -82,7 +83,7 @@ class Candidate:
     def overrides(self) -> tuple[str, ...]:
         """The keys that write it down."""
         used = self.parallelism
-        keys = {
+        keys: dict[str, int | str] = {
             "pp": self.mesh.pp,
             "dp_replicate": self.mesh.dp_replicate,
             "dp_shard": self.mesh.dp_shard,
@@ -181,7 +182,7 @@ class _Layout(NamedTuple):
     schedule: PipelineSchedule
     loops: int
     bubble: float
-    variants: tuple[tuple[str, bool], ...]
+    variants: tuple[tuple[Recompute, bool], ...]
 
 
 class _Entry(NamedTuple):
@@ -364,7 +365,7 @@ class _Search:
             and micro_batches_that_work(name, mesh.pp, loops, count) is None
         ]
 
-    def _policies(self) -> list[str]:
+    def _policies(self) -> list[Recompute]:
         asked = self.spec.parallelism.recompute
         if "parallelism.recompute" in self.given:
             return [asked]
@@ -377,7 +378,7 @@ class _Search:
         return [True] if mesh.pp > 1 else [False, True]
 
     def _parts(
-        self, mesh: Mesh, schedule: PipelineSchedule, loops: int, policy: str, reshard: bool
+        self, mesh: Mesh, schedule: PipelineSchedule, loops: int, policy: Recompute, reshard: bool
     ) -> ParallelismSpec:
         return replace(
             self.spec.parallelism,

@@ -72,7 +72,7 @@ class StepTime:
     @property
     def total_s(self) -> float:
         """The step."""
-        return sum(getattr(self, part.name) for part in fields(self))
+        return float(sum(getattr(self, part.name) for part in fields(self)))
 
 
 class _Parts(NamedTuple):

@@ -311,6 +311,7 @@ def _bytes(job: Job, ffn: int, *, backward: bool) -> float:
     turned = (model.heads + model.kv_heads) * head
     norms = 4 if model.post_norms else 2
     dim = model.dim
+    per_token: float
     if job.compile:
         norm, turn, gate = (10, 4, 10) if backward else (8, 4, 6)
         per_token = norm * norms * dim + turn * turned + gate * ffn
