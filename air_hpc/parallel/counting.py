@@ -18,6 +18,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
@@ -32,6 +33,7 @@ from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
     _resolve_process_group,
 )
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -60,11 +62,19 @@ class Watch(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._observers = observers
         self._fake_mode: Any = None
+        self.shut = 0
+        """How many have asked that nothing be told."""
 
     def __enter__(self) -> Self:
         self._fake_mode = active_fake_mode()
+        self._lock = ShardingPropagator._fake_mode_lock
+        ShardingPropagator._fake_mode_lock = _Unobserved(self)  # type: ignore[assignment]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        ShardingPropagator._fake_mode_lock = self._lock
 
     def segment(self) -> None:
         """Begin a new count in every observer."""
@@ -82,12 +92,25 @@ class Watch(TorchDispatchMode):
             out = args[0]  # a fake one returns a new tensor, a real one what it waited for
         else:
             out = func(*args, **kwargs)
-        # DTensor finds out shapes under a fake mode of its own.
-        if active_fake_mode() is self._fake_mode:
+        if not self.shut and active_fake_mode() is self._fake_mode:
             name = func._schema.name
             for observer in self._observers:
                 observer.saw(name, func, args, kwargs, out)
         return out
+
+
+class _Unobserved(AbstractContextManager[None]):
+    """What DTensor enters while it runs an operation on global shapes, to find out others: the
+    place that it has for a lock. Such a run is no part of the computation."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+
+    def __enter__(self) -> None:
+        self._watch.shut += 1
+
+    def __exit__(self, *_error: object) -> None:
+        self._watch.shut -= 1
 
 
 def in_backward() -> bool:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.checkpoint import (
+    SAC_IGNORED_OPS,
     CheckpointPolicy,
     SelectiveCheckpointContext,
     checkpoint,
@@ -37,6 +38,14 @@ _KEPT = frozenset(
         _ATEN._scaled_dot_product_cudnn_attention.default,
         torch.ops._c10d_functional.reduce_scatter_tensor.default,
         torch.ops._c10d_functional.all_to_all_single.default,
+    }
+)
+# FSDP's hooks around the experts inside a block mark where they begin and end, and do so at other
+# places in a repetition: marks are no part of what is repeated.
+SAC_IGNORED_OPS.update(
+    {
+        torch.ops.profiler._record_function_enter_new.default,
+        torch.ops.profiler._record_function_exit._RecordFunction,
     }
 )
 

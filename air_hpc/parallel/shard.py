@@ -97,8 +97,9 @@ def _shard_experts(layer: nn.Module, world: World, reshard: bool, shared: dict[s
     over = mesh["dp_replicate", "efsdp"] if degrees.dp_replicate > 1 else mesh["efsdp"]
     fully_shard(experts, mesh=over, reshard_after_forward=reshard, **shared)
     experts.set_gradient_divide_factor(float(degrees.data_parallel_size * degrees.cp))
-    if world.device.type == "cpu":
-        # gloo cannot multiply inside a reduction, as NCCL does for a factor of one's own.
+    if world.device.type == "cpu" and mesh["efsdp"].size() > 1:
+        # gloo cannot multiply inside a reduction, as NCCL does for a factor of one's own. With
+        # nothing to reduce torch 2.13 divides beforehand, and would divide once more.
         experts.set_force_sum_reduction_for_comms(True)
 
 

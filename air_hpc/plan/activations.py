@@ -13,7 +13,8 @@ normalised input as well, 4·w more. In a block without recompute:
                  2·c·d, not divided by t
     attention    q, out, and keys and values repeated for every head: 4·c·q/t, and 4 bytes a head
                  for the softmax's sums. With a soft cap scores exist as matrices: for each head and
-                 token attended to 8 + 3·c
+                 token attended to 8 + 3·c. Ulysses has the output twice, as it was computed and as
+                 it came back; ring repeats no keys: c·(2·q + 2·k)/t
     dense        w1 x, act(w1 x), w3 x and their product: 4·c·f/t
     experts      router input in float32 and scores, 4·d + 8·experts; then for each of the active
                  experts its row in and out and four hidden values, c·(2·d + 4·f/t)
@@ -46,6 +47,7 @@ class Shape:
     tp: int
     ep: int
     fused_norms: bool
+    cp_method: str | None
     recompute: str
     recompute_budget: float
     loss_parallel: bool
@@ -60,6 +62,7 @@ class Shape:
             mesh.tp,
             mesh.ep,
             spec.accelerator.kind != "cpu",
+            spec.parallelism.cp_method if mesh.cp > 1 else None,
             spec.parallelism.recompute,
             spec.parallelism.recompute_budget,
             spec.parallelism.loss_parallel,
@@ -85,11 +88,19 @@ def block_whole(shape: Shape, *, moe: bool) -> float:
     if model.qk_norm:
         total += shape.norm(q + k) / t
     total += 2 * c * model.dim
-    if model.attention_softcap is None:
-        total += (4 * c * q + 4 * model.heads) / t
-    else:
-        total += (4 * c * q + (8 + 3 * c) * model.heads * shape.sequence_length) / t
+    total += _attention(shape)
     return total + (_experts(shape) if moe else 4 * c * model.ffn_dim / t)
+
+
+def _attention(shape: Shape) -> float:
+    model, c = shape.model, shape.compute_bytes
+    q, k = model.heads * model.head_width, model.kv_heads * model.head_width
+    if shape.cp_method == "ring":
+        return (c * (2 * q + 2 * k) + 4 * model.heads) / shape.tp
+    kept = (5 if shape.cp_method == "ulysses" else 4) * c * q
+    if model.attention_softcap is None:
+        return (kept + 4 * model.heads) / shape.tp
+    return (kept + (8 + 3 * c) * model.heads * shape.sequence_length) / shape.tp
 
 
 def _experts(shape: Shape) -> float:

@@ -17,8 +17,9 @@ c bytes an element in compute precision:
   micro-batches in flight (`plan.pipeline_time`).
 - logits: what the loss keeps, and two float32 gradients of the logits where its backward begins. A
   pipeline's last stage holds the logits themselves too, for each micro-batch in flight.
-- buffers: what a block's backward pass has at work beside what was kept, the tokens on their way to
-  experts and back, and in a pipeline one activation and one gradient received.
+- buffers: what a block's backward pass has at work beside what was kept, and in a pipeline room for
+  what a stage receives: an activation and a gradient for each micro-batch of a step, since torch
+  2.13 (`PipelineStage`) sets aside all of them at once.
 - margin: on a GPU 1.5 GB (context, NCCL's channels, kernels' workspaces) and 4 % of the tensors
   (the caching allocator's fragmentation): a choice, not a measurement. None on a CPU.
 
@@ -35,7 +36,7 @@ the formulas are checked. A plan is no promise that a run fits.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 from air_hpc.config.spec import RunSpec
@@ -118,7 +119,8 @@ def _kept(shape: Shape, stage: Stage) -> float:
     experts = sum(shape.model.is_moe(layer) for layer in stage.layers)
     total = experts * block_kept(shape, moe=True) if experts else 0.0
     total += (len(stage.layers) - experts) * block_kept(shape, moe=False)
-    return total + (head_kept(shape) if stage.last else 0.0)
+    sent = shape.compute_bytes * shape.model.dim / shape.tp
+    return total + (head_kept(shape) if stage.last else sent)
 
 
 @dataclass(frozen=True)
@@ -152,7 +154,8 @@ class _Rank:
     def estimate(self, pp_rank: int) -> MemoryPerRank:
         """The most of each part, and the most of all together."""
         optimizer = _optimizer_bytes_per_parameter(self.spec) * self.on_device
-        moments = (self.at_loss(), self.at_first_block(), self.at_end(), self.at_step())
+        moments = (self.at_loss(), *self.at_first_block(), self.at_end(), self.at_step())
+        moments = tuple(replace(m, buffers=m.buffers + self.received) for m in moments)
         most = {part.name: max(getattr(m, part.name) for m in moments) for part in fields(_Moment)}
         tensors = optimizer + max(moment.total for moment in moments)
         margin = 0.0
@@ -229,6 +232,15 @@ class _Rank:
     def activations(self) -> float:
         return sum(self.held[stage.number] * self.kept[stage.number] for stage in self.stages)
 
+    @cached_property
+    def received(self) -> float:
+        """Where stages receive: torch has room for each micro-batch of a step, both ways."""
+        if self.mesh.pp == 1:
+            return 0.0
+        ways = sum((not stage.first) + (not stage.last) for stage in self.stages)
+        stream = self.tokens * self.shape.compute_bytes * self.spec.model.dim / self.mesh.tp
+        return ways * self.micro_batches * stream
+
     # -- the moments -----------------------------------------------------------------------------
 
     def at_loss(self) -> _Moment:
@@ -243,34 +255,35 @@ class _Rank:
         weights = _MASTER_BYTES * self.on_device + self.copies(0)
         return _Moment(weights, self.summed, self.activations, logits)
 
-    def at_first_block(self) -> _Moment:
-        """The backward pass of the last block, which runs first; the head's is done."""
-        c, model = self.shape.compute_bytes, self.spec.model
+    def at_first_block(self) -> tuple[_Moment, _Moment]:
+        """The backward pass of the last block, which runs first: at work, and when it is done and
+        its gradients are on the way. The head's is done."""
+        c, model, tokens = self.shape.compute_bytes, self.spec.model, self.tokens
         layers = {model.is_moe(layer) for stage in self.stages for layer in stage.layers}
         again = max((block_again(self.shape, moe=moe) for moe in layers), default=0.0)
         at_work = max((block_at_work(self.shape, moe=moe) for moe in layers), default=0.0)
+        kept = min((block_kept(self.shape, moe=moe) for moe in layers), default=0.0)
         last = [stage for stage in self.stages if stage.last]
         head = whole_ends(model, last[0], self.mesh).total if last else 0
         if last and last[0].first and not model.tied_head:
             head //= 2
+        sent = 4 * self.block
         if self.wrapper == "fsdp":
-            waiting = c * head + (c + 4) * self.block
+            waiting = c * (head + self.block)
         else:
-            waiting = 4 * (head + self.block)
-        if self.summed and self.wrapper != "fsdp":
-            waiting = 0  # added to what is there
+            waiting, sent = (0, 0) if self.summed else (4 * (head + self.block), 0)
+        if self.mesh.pp > 1 and self.micro_batches > 1:
+            sent = 0  # summed whole; scattered in the end
         logits = 0.0
         if last:
             others = self.held[last[0].number] - 1
-            logits = others * self.tokens * (logits_kept(self.shape) + c * self.shape.vocabulary)
-        blocks = 1 + self.spec.parallelism.prefetch
-        weights = _MASTER_BYTES * self.on_device + self.copies(blocks)
-        return _Moment(
-            weights,
-            self.summed + waiting,
-            self.activations + self.tokens * again,
-            logits,
-            self.tokens * at_work,
+            logits = others * tokens * (logits_kept(self.shape) + c * self.shape.vocabulary)
+        weights = _MASTER_BYTES * self.on_device + self.copies(1 + self.spec.parallelism.prefetch)
+        gradients = self.summed + waiting
+        whole = self.activations
+        return (
+            _Moment(weights, gradients, whole + tokens * again, logits, tokens * at_work),
+            _Moment(weights, gradients + sent, whole - tokens * kept, logits),
         )
 
     def at_end(self) -> _Moment:

@@ -81,10 +81,12 @@ def rates_of(
 ) -> Rates | Unknown:
     """The rates of a device, or what is missing for them.
 
-    `measured_flops_per_s` is the probe's best matmul at `precision`. `linear_precision` (fp8) is
-    what linear layers run in, if another.
+    `measured_flops_per_s` is the probe's best matmul at `precision`. `linear_precision` is what
+    linear layers run in, if another: with fp8 as the precision they do, and the rest in bf16.
     """
     shares = constants or fitted()
+    if precision == "fp8":
+        precision, linear_precision = "bf16", "fp8"
     best = _best_matmul(accelerator, precision, measured_flops_per_s)
     if isinstance(best, Unknown):
         return best

@@ -92,6 +92,14 @@ def micro_batches_that_work(
     return None
 
 
+def takes(parallelism: ParallelismSpec, micro_batches: int) -> bool:
+    """Whether the schedule of a run takes so many micro-batches; without a pipeline any."""
+    pp, loops = parallelism.pp, stages_per_rank(parallelism)
+    if pp == 1:
+        return True
+    return micro_batches_that_work(parallelism.pp_schedule, pp, loops, micro_batches) is None
+
+
 def actions_by_rank(
     schedule: PipelineSchedule, pp: int, stages_per_rank: int, micro_batches: int
 ) -> tuple[Order, ...]:

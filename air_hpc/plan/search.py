@@ -37,6 +37,7 @@ from air_hpc.config.spec import ParallelismSpec, PipelineSchedule, RunSpec
 from air_hpc.errors import BadInput, Problem
 from air_hpc.hardware.network import links_of
 from air_hpc.plan.communication import traffic
+from air_hpc.plan.degrees import context_degree, pipeline_degree, tensor_degree
 from air_hpc.plan.flops import count_parameters, model_flops
 from air_hpc.plan.limits import AUTO_MICRO_BATCH_MAX
 from air_hpc.plan.memory import memory_per_rank
@@ -55,6 +56,8 @@ TIE = 0.01
 Recompute = Literal["none", "full", "ops", "budget"]
 _REPEATED: dict[Recompute, float] = {"none": 0.0, "ops": 1 / 6, "budget": 1 / 6, "full": 1 / 3}
 """Of a step's matrix products: what a policy computes again."""
+_CP_MOST = 64
+_CUTS = (tensor_degree, context_degree)
 _LOOPED: tuple[tuple[PipelineSchedule, int], ...] = (
     ("1f1b", 1),
     ("interleaved_1f1b", 2),
@@ -210,6 +213,7 @@ class _Search:
         self.parameters = count_parameters(spec.model).parameters
         self.tried = self.too_big = 0
         self.least: int | None = None
+        self._known: dict[tuple[int, PipelineSchedule, int, Recompute], bool] = {}
 
     def run(self) -> Found:
         ranked = self._best_first()
@@ -259,8 +263,8 @@ class _Search:
         found = []
         for tp in self._degrees("tp", asked.tp, world, self._tp_most(domain)):
             for pp in self._degrees("pp", asked.pp, world // tp, spec.model.layers):
-                for cp in self._degrees("cp", asked.cp, world // (tp * pp), 64):
-                    if self._cp_fits(cp, tp):
+                for cp in self._degrees("cp", asked.cp, world // (tp * pp), _CP_MOST):
+                    if self._suits(cp, tp):
                         rest = world // (tp * pp * cp)
                         found += list(self._data_parallel(pp, cp, tp, rest, domain))
         return iter(sorted(found, key=lambda m: (m.pp * m.cp * m.tp, m.pp, m.cp)))
@@ -273,17 +277,11 @@ class _Search:
     def _tp_most(self, domain: int) -> int:
         return min(domain, self.spec.launch.devices_per_node, self.spec.model.kv_heads)
 
-    def _cp_fits(self, cp: int, tp: int) -> bool:
-        spec = self.spec
-        model, length = spec.model, spec.data.sequence_length
-        for whole in (model.heads, model.kv_heads, model.vocab_size, model.ffn_dim):
-            if whole % tp:
-                return False
-        if cp == 1:
-            return True
-        if spec.parallelism.cp_method == "ring":
-            return length % (2 * cp) == 0
-        return length % cp == 0 and model.kv_heads % (cp * tp) == 0
+    def _suits(self, cp: int, tp: int) -> bool:
+        """Whether the model can be cut so: by the checks that hold for what a user writes."""
+        cut = replace(self.spec.parallelism, cp=cp, tp=tp)
+        spec = replace(self.spec, parallelism=cut)
+        return not any(True for check in _CUTS for _ in check(spec))
 
     def _data_parallel(self, pp: int, cp: int, tp: int, rest: int, domain: int) -> Iterator[Mesh]:
         asked, batch = self.spec.parallelism, self.spec.train.global_batch_size
@@ -328,7 +326,13 @@ class _Search:
             count = rank_batch // micro
             for schedule, loops in self._schedules(mesh, count):
                 bubble = ideal_bubble(schedule, mesh.pp, loops, count) if mesh.pp > 1 else 0.0
-                yield _Layout(mesh, micro, count, schedule, loops, bubble, variants)
+                possible = tuple(
+                    variant
+                    for variant in variants
+                    if self._runs(mesh.pp, schedule, loops, variant[0])
+                )
+                if possible:
+                    yield _Layout(mesh, micro, count, schedule, loops, bubble, possible)
 
     def _state_bytes(self, mesh: Mesh) -> float:
         """Weights, gradients and the optimizer's state alone."""
@@ -361,9 +365,24 @@ class _Search:
         return [
             (name, loops)
             for name, loops in choices
-            if mesh.pp * loops <= model.layers
+            if self._runs(mesh.pp, name, loops, "none")
             and micro_batches_that_work(name, mesh.pp, loops, count) is None
         ]
+
+    def _runs(self, pp: int, schedule: PipelineSchedule, loops: int, policy: Recompute) -> bool:
+        """Whether a schedule takes so many stages, and the policy."""
+        key = (pp, schedule, loops, policy)
+        if key not in self._known:
+            parts = replace(
+                self.spec.parallelism,
+                pp=pp,
+                pp_schedule=schedule,
+                pp_stages_per_rank=loops,
+                recompute=policy,
+            )
+            spec = replace(self.spec, parallelism=parts)
+            self._known[key] = not any(True for _ in pipeline_degree(spec))
+        return self._known[key]
 
     def _policies(self) -> list[Recompute]:
         asked = self.spec.parallelism.recompute

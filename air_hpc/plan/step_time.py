@@ -270,7 +270,7 @@ class _Timer:
         """Gather and scatter of a block's weights, and what the copies in and out of their buffers
         take of memory: (forward, backward)."""
         job, element = self.job, self.job.element_bytes
-        gathered_bytes = element / 2 if job.fp8 else element
+        gathered_bytes = element / 2 if job.fp8_gathers else element
         gather = scatter = 0.0
         copied = 0.0
         for weights, group in (

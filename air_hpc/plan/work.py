@@ -30,16 +30,16 @@ from air_hpc.plan.flops import attended_tokens, block_parameters, embedding_para
 from air_hpc.plan.stages import cut_layers
 from air_hpc.plan.types import Mesh
 
-COMPUTE_BYTES = {"fp32": 4, "bf16": 2}
+COMPUTE_BYTES = {"fp32": 4, "bf16": 2, "fp8": 2}
 
 
 @dataclass(frozen=True)
 class Job:
     """A model on a mesh, as far as its time goes.
 
-    `fp8` runs the blocks' linear layers in fp8 and gathers weights in it; `overlapped_tp` runs tp's
-    collectives in pieces beside the matrix products. Neither is in this engine: published runs have
-    them.
+    `fp8` runs the blocks' linear layers in fp8. Two things that published runs do and this engine
+    does not: `fp8_gathers` gathers weights and tp's activations in fp8 too, and `overlapped_tp`
+    runs tp's collectives in pieces beside the matrix products.
     """
 
     model: ModelSpec
@@ -52,6 +52,7 @@ class Job:
     compile: bool = False
     optimizer_bytes: int = 28
     fp8: bool = False
+    fp8_gathers: bool = False
     overlapped_tp: bool = False
 
     @property
@@ -119,6 +120,7 @@ def job_of(spec: RunSpec, mesh: Mesh, micro_batch_size: int) -> Job:
         micro_batch_size=micro_batch_size,
         micro_batches=max(1, rank_batch // micro_batch_size),
         precision=spec.train.precision,
+        fp8=spec.train.precision == "fp8",
         compile=spec.train.compile,
         optimizer_bytes=28 if spec.optimizer.name == "adamw" else 20,
     )
@@ -270,7 +272,7 @@ def _tensor(job: Job) -> tuple[Transfer, ...]:
     if job.mesh.tp == 1:
         return ()
     whole = float(job.tokens * job.model.dim * job.element_bytes)
-    gathered = whole / 2 if job.fp8 else whole
+    gathered = whole / 2 if job.fp8_gathers else whole
     return (
         Transfer("tp", "all_gather", job.tp_group, gathered, 2),
         Transfer("tp", "reduce_scatter", job.tp_group, whole, 2),

@@ -168,6 +168,7 @@ def _run(group: str, about: Mapping[str, Any]) -> Run:
         micro_batches=micro_batches,
         compile=about.get("compile", False),
         fp8=about.get("fp8", False),
+        fp8_gathers=about.get("fp8", False),
         overlapped_tp=about.get("overlapped_tp", False),
     )
     stages = None
