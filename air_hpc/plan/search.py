@@ -56,7 +56,8 @@ TIE = 0.01
 Recompute = Literal["none", "full", "ops", "budget"]
 _REPEATED: dict[Recompute, float] = {"none": 0.0, "ops": 1 / 6, "budget": 1 / 6, "full": 1 / 3}
 """Of a step's matrix products: what a policy computes again."""
-_CP_MOST = 64
+_CP_MOST = 16
+"""As many ranks as Llama 3 cut its longest sequences over (arXiv 2407.21783, table 4)."""
 _CUTS = (tensor_degree, context_degree)
 _LOOPED: tuple[tuple[PipelineSchedule, int], ...] = (
     ("1f1b", 1),
@@ -350,7 +351,7 @@ class _Search:
         return [n for n in range(most, 0, -1) if rank_batch % n == 0]
 
     def _schedules(self, mesh: Mesh, count: int) -> list[tuple[PipelineSchedule, int]]:
-        asked, model = self.spec.parallelism, self.spec.model
+        asked = self.spec.parallelism
         if mesh.pp == 1:
             return [(asked.pp_schedule, 1)]
         choices = list(_LOOPED)

@@ -233,7 +233,10 @@ class _Timer:
     def seconds(self, work: Pass) -> _Parts:
         """The seconds of a pass, what hides behind other work left out."""
         rates = self.rates
-        linear = work.linear_flops / rates.linear_flops_per_s
+        linear = max(
+            work.linear_flops / rates.linear_flops_per_s,
+            work.linear_bytes / rates.memory_bytes_per_s,
+        )
         attention = work.attention_flops / rates.attention_flops_per_s
         waits = {"tp": 0.0, "cp": 0.0, "ep": 0.0}
         memory = work.memory_bytes
@@ -242,9 +245,9 @@ class _Timer:
             took = transfer.count * each
             if transfer.name == "tp" and not self.job.overlapped_tp:
                 memory += 2 * transfer.count * transfer.whole_bytes
-            if transfer.name == "cp" and transfer.collective == "p2p":
-                took = max(0.0, took - attention)
             waits[transfer.name] += took
+        if self.job.parallelism.cp_method == "ring":
+            waits["cp"] = max(0.0, waits["cp"] - attention)
         return _Parts(
             matmul=linear + work.matmul_flops / rates.matmul_flops_per_s,
             attention=attention,

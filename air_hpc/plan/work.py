@@ -17,6 +17,7 @@ the collectives that stand in the way. Recomputed work is counted apart. No rate
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -139,13 +140,15 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Pass:
-    """A forward or a backward pass: FLOPs, bytes and what it waits for."""
+    """A forward or a backward pass: FLOPs, bytes and what it waits for. `linear_bytes` are those
+    that the linear layers read and write: with few tokens they, not the FLOPs, take the time."""
 
     linear_flops: float = 0.0
     matmul_flops: float = 0.0
     attention_flops: float = 0.0
     memory_bytes: float = 0.0
     transfers: tuple[Transfer, ...] = ()
+    linear_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -216,7 +219,18 @@ def _passing(
     context = _context(job, backward=backward)
     transfers = (*_tensor(job), *context, *(_experts(job) if moe else ()))
     memory = _bytes(job, ffn, backward=backward)
-    return Pass(linear, 0.0, attention, memory, transfers)
+    moved = _linear_bytes(job, linear / 2 if backward else linear, ffn)
+    moved *= 2 if backward else 1
+    return Pass(linear, 0.0, attention, memory, transfers, moved)
+
+
+def _linear_bytes(job: Job, forward_flops: float, ffn: int) -> float:
+    """Weights, inputs and outputs of a block's linear layers, once each; back, twice as much: each
+    product becomes two of its size."""
+    model, tp = job.model, job.mesh.tp
+    weights = forward_flops / (2.0 * job.tokens)
+    inside = (2 * model.heads + 2 * model.kv_heads) * model.head_width + 3 * ffn
+    return job.element_bytes * (weights + job.tokens * (4 * model.dim + inside / tp))
 
 
 def _again(job: Job, forward: Pass, layer: int) -> Pass:
@@ -234,7 +248,8 @@ def _again(job: Job, forward: Pass, layer: int) -> Pass:
         linear = 2.0 * weights * job.tokens / job.mesh.tp
         gathers = [t for t in forward.transfers if t.name == "tp"]
         gathers = [t for t in gathers if t.collective == "all_gather"]
-        return Pass(linear, 0.0, 0.0, forward.memory_bytes, tuple(gathers))
+        moved = forward.linear_bytes * linear / forward.linear_flops
+        return Pass(linear, 0.0, 0.0, forward.memory_bytes, tuple(gathers), moved)
     share = 1.0 if policy == "full" else 1 - job.parallelism.recompute_budget
     return Pass(
         share * forward.linear_flops,
@@ -242,6 +257,7 @@ def _again(job: Job, forward: Pass, layer: int) -> Pass:
         share * forward.attention_flops,
         share * forward.memory_bytes,
         tuple(_repeated(t, share) for t in forward.transfers),
+        share * forward.linear_bytes,
     )
 
 
@@ -280,16 +296,20 @@ def _tensor(job: Job) -> tuple[Transfer, ...]:
 
 
 def _context(job: Job, *, backward: bool) -> tuple[Transfer, ...]:
-    """The ring's backward pass takes the gradients of k and v along, in float32."""
-    if job.mesh.cp == 1:
+    """As `plan.communication` has it: ulysses repeats keys and values until the ranks divide them,
+    the ring's backward pass takes their gradients along, in float32."""
+    cp, tp = job.mesh.cp, job.mesh.tp
+    if cp == 1:
         return ()
-    model, head = job.model, job.model.head_width
-    each = job.tokens * head * job.element_bytes / job.mesh.tp
+    model = job.model
+    head = float(job.tokens * model.head_width * job.element_bytes)
+    q, kv = model.heads // tp, model.kv_heads // tp
     if job.parallelism.cp_method == "ring":
-        whole = 2 * model.kv_heads * each * (1 + 4 / job.element_bytes if backward else 1)
-        return (Transfer("cp", "p2p", job.cp_group, whole, job.mesh.cp - 1),)
-    whole = (2 * model.heads + 2 * model.kv_heads) * each
-    return (Transfer("cp", "all_to_all", job.cp_group, whole),)
+        passed = Transfer("cp", "p2p", job.cp_group, 2 * kv * head, cp - 1)
+        gradients = Transfer("cp", "p2p", job.cp_group, 2 * kv * head * 4 / job.element_bytes, cp)
+        return (passed, gradients) if backward else (passed,)
+    there = (q + 2 * math.lcm(kv, cp)) * head
+    return tuple(Transfer("cp", "all_to_all", job.cp_group, size) for size in (there, q * head))
 
 
 def _experts(job: Job) -> tuple[Transfer, ...]:
