@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from air_hpc.config.compose import Composer, SweepTask
     from air_hpc.config.spec import RunSpec
     from air_hpc.launch.prepare import Task as LaunchTask
-    from air_hpc.plan.search import Found
+    from air_hpc.plan.candidate import Found
     from air_hpc.plan.types import Plan
 
 _PROGRESS_FROM_TASKS = 50

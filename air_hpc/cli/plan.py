@@ -28,9 +28,10 @@ from air_hpc.cli.plan_text import (
 )
 from air_hpc.cli.texts import UNKNOWN, duration, ratio, scaled, size
 from air_hpc.errors import EXIT_OK, BadInput
+from air_hpc.plan.candidate import Found
 from air_hpc.plan.outlook import Outlook, outlook
 from air_hpc.plan.report import plan_json, scaling_json
-from air_hpc.plan.search import Found, search
+from air_hpc.plan.search import search
 from air_hpc.recovery.reliability import interval_s, mttf_s
 
 OPTIONS = (JSON, *ASKS, *CONFIG_OPTIONS)

@@ -8,11 +8,11 @@ from dataclasses import fields
 from air_hpc.cli.output import print_table, say
 from air_hpc.cli.texts import UNKNOWN, duration, rate, ratio, scaled, size
 from air_hpc.config.spec import RunSpec
+from air_hpc.plan.candidate import Candidate, Found
 from air_hpc.plan.outlook import Outlook
 from air_hpc.plan.report import PARTS, differences
 from air_hpc.plan.scaling import Answer, Row
 from air_hpc.plan.schedule import stages_per_rank
-from air_hpc.plan.search import Candidate, Found
 from air_hpc.plan.step_time import StepTime
 from air_hpc.plan.types import MESH_AXES, Mesh
 

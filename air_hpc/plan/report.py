@@ -7,9 +7,9 @@ from dataclasses import fields
 from typing import Any
 
 from air_hpc.config.spec import RunSpec
+from air_hpc.plan.candidate import Candidate, Found
 from air_hpc.plan.outlook import Outlook, outlook
 from air_hpc.plan.scaling import Answer, Row
-from air_hpc.plan.search import Candidate, Found
 from air_hpc.plan.step_time import StepTime
 from air_hpc.plan.types import MESH_AXES, Mesh, Plan
 

@@ -29,13 +29,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from heapq import heapify, heappop, heappush
 from typing import Final, Literal, NamedTuple
 
 from air_hpc.config.spec import ParallelismSpec, PipelineSchedule, RunSpec
 from air_hpc.errors import BadInput, Problem
 from air_hpc.hardware.network import links_of
+from air_hpc.plan.candidate import Candidate, Found, by_time, order
 from air_hpc.plan.communication import traffic
 from air_hpc.plan.degrees import context_degree, pipeline_degree, tensor_degree
 from air_hpc.plan.flops import count_parameters, model_flops
@@ -51,8 +52,6 @@ from air_hpc.plan.work import Job, job_of
 AUTO: Final = "auto"
 """The name of conf/parallelism/auto.yaml, which asks for the search."""
 FINALISTS = 6
-TIE = 0.01
-"""Two predictions that differ by less are equal: the model's own error is larger."""
 Recompute = Literal["none", "full", "ops", "budget"]
 _REPEATED: dict[Recompute, float] = {"none": 0.0, "ops": 1 / 6, "budget": 1 / 6, "full": 1 / 3}
 """Of a step's matrix products: what a policy computes again."""
@@ -68,64 +67,6 @@ _SPLIT: tuple[tuple[PipelineSchedule, int], ...] = (
     ("interleaved_zero_bubble", 2),
     ("zbv_zero_bubble", 2),
 )
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """One layout: what it is, what it holds, how long it takes (None: not known)."""
-
-    parallelism: ParallelismSpec
-    mesh: Mesh
-    micro_batch_size: int
-    memory_bytes: int
-    step: StepTime | None
-    step_s: float | None
-    idle: float
-    """Share of its compute that is waited or repeated, of an ideal schedule."""
-    sent_bytes: float = 0.0
-
-    def overrides(self) -> tuple[str, ...]:
-        """The keys that write it down."""
-        used = self.parallelism
-        keys: dict[str, int | str] = {
-            "pp": self.mesh.pp,
-            "dp_replicate": self.mesh.dp_replicate,
-            "dp_shard": self.mesh.dp_shard,
-            "cp": self.mesh.cp,
-            "tp": self.mesh.tp,
-            "ep": self.mesh.ep,
-            "recompute": used.recompute,
-        }
-        if self.mesh.pp > 1:
-            keys |= {
-                "pp_schedule": used.pp_schedule,
-                "pp_stages_per_rank": stages_per_rank(used),
-            }
-        elif self.mesh.shard_size > 1:
-            keys["reshard_after_forward"] = str(used.reshard_after_forward).lower()
-        text = tuple(f"parallelism.{key}={value}" for key, value in keys.items())
-        return (*text, f"train.micro_batch_size={self.micro_batch_size}")
-
-
-@dataclass(frozen=True)
-class Found:
-    """What a search found. `ranked` is best first; `asked` is what the user's keys come to without
-    a search (None: they do not make a mesh). `tried` layouts were valid, `too_big` of them did not
-    fit, the smallest of which took `least_bytes`."""
-
-    ranked: tuple[Candidate, ...]
-    asked: Candidate | None
-    tried: int
-    too_big: int
-    least_bytes: int | None
-    by_time: bool
-    reason: str = ""
-    """Why there are no times."""
-
-    @property
-    def best(self) -> Candidate | None:
-        """The winner."""
-        return self.ranked[0] if self.ranked else None
 
 
 def given_keys(spec: RunSpec, overrides: Collection[str] = ()) -> frozenset[str]:
@@ -209,6 +150,7 @@ class _Search:
             measured_flops_per_s=measured,
         )
         self.rates = made if isinstance(made, Rates) else None
+        self.began_with_rates = self.rates is not None
         self.reason = "" if isinstance(made, Rates) else made.reason
         self.limit = spec.accelerator.memory_bytes
         self.parameters = count_parameters(spec.model).parameters
@@ -218,8 +160,11 @@ class _Search:
 
     def run(self) -> Found:
         ranked = self._best_first()
+        if self.rates is None and self.began_with_rates:  # a link that some layout needs is unknown
+            self.tried, self.too_big, self.least = 0, 0, None
+            ranked = self._best_first()
         if self.rates is not None:
-            ranked = _by_time([self._timed_exactly(one) for one in ranked])
+            ranked = by_time([self._timed_exactly(one) for one in ranked])
         return Found(
             ranked=tuple(ranked[:3]),
             asked=self._asked(),
@@ -245,8 +190,11 @@ class _Search:
         while heap and len(found) < FINALISTS:
             entry = heappop(heap)
             if entry.candidate is None:
+                timed = self.rates is not None
                 candidate = self._timed(entry.layout, entry.variant)
-                heappush(heap, entry._replace(key=_order(candidate), candidate=candidate))
+                if timed and self.rates is None:
+                    return []
+                heappush(heap, entry._replace(key=order(candidate), candidate=candidate))
                 continue
             sized = self._sized(entry.candidate)
             if sized is not None:
@@ -459,7 +407,8 @@ class _Search:
         weights = model_flops(spec.model, spec.data.sequence_length).matmul
         tokens = spec.train.global_batch_size * spec.data.sequence_length
         world = spec.launch.nodes * spec.launch.devices_per_node
-        return tokens / world * weights / self.rates.matmul_flops_per_s
+        fastest = max(self.rates.linear_flops_per_s, self.rates.matmul_flops_per_s)
+        return tokens / world * weights / fastest
 
     def _too_big(self, memory: int) -> None:
         self.too_big += 1
@@ -487,30 +436,6 @@ class _Search:
                 step_s = None if step is None else step.total_s
                 return Candidate(parts, mesh, micro, memory, step, step_s, idle)
         return None
-
-
-def _order(one: Candidate) -> tuple[float, ...]:
-    """Best first: by time, else by what is waited and repeated, then by bytes, then the larger
-    micro-batch."""
-    if one.step_s is not None:
-        return (one.step_s, _parts_used(one))
-    return (round(one.idle, 6), one.sent_bytes, _parts_used(one), -one.micro_batch_size)
-
-
-def _by_time(candidates: list[Candidate]) -> list[Candidate]:
-    """Best first; of those within TIE of the fastest, the mesh with the fewest parts."""
-    ordered = sorted(candidates, key=_order)
-    fastest = ordered[0].step_s if ordered else None
-    if fastest is None:
-        return ordered
-    equal = [one for one in ordered if (one.step_s or math.inf) <= fastest * (1 + TIE)]
-    first = min(equal, key=lambda one: (_parts_used(one), one.step_s))
-    return [first, *(one for one in ordered if one is not first)]
-
-
-def _parts_used(one: Candidate) -> float:
-    """How much a mesh asks of the model: its degrees but for data parallelism."""
-    return float(one.mesh.pp * one.mesh.cp * one.mesh.tp * one.mesh.ep)
 
 
 def _nothing(spec: RunSpec, found: Found) -> Problem:

@@ -134,7 +134,7 @@ def test_everything_wrong_with_the_asks_and_the_config_is_told_at_once(tmp_path:
     words = ["--nodes", "1,x", "--target-tokens", "many", "--deadline", "2m", "--budget", "-1"]
     done = air_hpc("plan", *words, "--rank", "3", "train.steps=0", "--json", cwd=tmp_path)
     assert done.returncode == 2
-    keys = {problem["key"] for problem in json_of(done, code=2)["problems"]}
+    keys = {problem["key"] for problem in json_of(done)["problems"]}
     assert keys == {
         "--nodes", "--target-tokens", "--deadline", "--budget", "--rank", "train.steps"
     }  # fmt: skip

@@ -8,8 +8,9 @@ import pytest
 
 from air_hpc.config.compose import Composer
 from air_hpc.config.spec import RunSpec
+from air_hpc.plan.candidate import TIE, Found
 from air_hpc.plan.make import make_plan
-from air_hpc.plan.search import TIE, Found, decided, given_keys, resolve_auto, search
+from air_hpc.plan.search import decided, given_keys, resolve_auto, search
 from air_hpc.plan.step_time import StepTime, step_time
 
 SHARED = Composer()
@@ -161,3 +162,13 @@ def test_experts_are_spread_where_there_are_any() -> None:
     chosen = decided(spec, found.best)
     made = step_time(chosen, found.best.mesh, found.best.micro_batch_size)
     assert isinstance(made, StepTime)
+
+
+def test_a_link_that_only_some_layouts_need_leaves_all_of_them_without_times() -> None:
+    words = (*EIGHT_B, "launch.nodes=2", "accelerator.scale_out_bytes_per_s=null")
+    _, found = found_of(*words)
+    assert not found.by_time
+    assert "scale_out_bytes_per_s" in found.reason
+    assert all(one.step_s is None for one in found.ranked)
+    assert found.best is not None
+    assert found.best.memory_bytes <= 80e9
