@@ -57,10 +57,15 @@ def test_the_kept_constants_are_where_the_fit_is() -> None:
 
 def test_a_fit_finds_constants_that_made_its_data() -> None:
     true = Constants(0.7, 0.4, 0.6)
-    chosen = [run for run in all_runs() if run.fit and run.group.endswith(("tp 8", "H200"))][:4]
+    chosen = [
+        of("torchtitan 8B, H100", "8 GPUs, compile"),
+        of("torchtitan 8B, long sequences", "32k, cp 1"),
+        of("torchtitan 8B, tp 8", "bf16"),
+    ]
     made = [Run(**{**vars(run), "tokens_per_s": run.predicted(true)}) for run in chosen]
-    found = fit(made, rounds=25)
-    assert loss(made, found) < 1e-4
+    found = fit(made, rounds=8)
+    assert loss(made, found) < 1e-3
+    assert found.link_share == pytest.approx(true.link_share, rel=0.1)
 
 
 def test_held_out_runs_are_predicted_within_the_aim_in_the_median() -> None:

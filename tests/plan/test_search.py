@@ -142,8 +142,9 @@ def test_a_device_without_figures_is_ranked_by_idle_compute_and_bytes() -> None:
 
 
 def test_a_model_that_needs_all_its_memory_gets_recompute_or_more_shards() -> None:
-    _, roomy = found_of(*EIGHT_B, "launch.nodes=4", "data.sequence_length=2048")
-    _, tight = found_of(*EIGHT_B, "data.sequence_length=32768", "train.global_batch_size=8")
+    words = (*EIGHT_B, "train.compile=true")
+    _, roomy = found_of(*words, "launch.nodes=2", "data.sequence_length=2048")
+    _, tight = found_of(*words, "data.sequence_length=32768", "train.global_batch_size=8")
     assert roomy.best is not None
     assert tight.best is not None
     assert roomy.best.parallelism.recompute == "none"
@@ -151,7 +152,8 @@ def test_a_model_that_needs_all_its_memory_gets_recompute_or_more_shards() -> No
 
 
 def test_experts_are_spread_where_there_are_any() -> None:
-    words = (*H100, "model=mixtral_8x7b", "launch.nodes=4", "train.global_batch_size=64")
+    words = (*H100, "model=mixtral_8x7b", "launch.nodes=2", "train.global_batch_size=16")
+    words = (*words, "train.compile=true")
     spec, found = found_of(*words)
     assert found.best is not None
     assert 8 % found.best.mesh.ep == 0
