@@ -70,7 +70,9 @@ def _vocabulary(spec: RunSpec) -> Iterable[Problem]:
 
 
 def _engine(spec: RunSpec) -> Iterable[Problem]:
-    if spec.train.precision == "fp8":
+    device = spec.accelerator
+    there = device.kind != "cpu" and "fp8" not in device.unsupported_precisions
+    if spec.train.precision == "fp8" and there:
         message = f"engine={spec.engine.name} of this version plans fp8 and does not train in it"
         yield Problem("train.precision", "fp8", message, "fp32, bf16")
 
@@ -331,7 +333,7 @@ RULES: tuple[Rule, ...] = (
     Rule(("parallelism.tp", "launch.devices_per_node"), degrees.tensor_in_node),
     Rule(("parallelism", "train.compile"), degrees.recompute),
     Rule(("model.vocab_size", "data"), _vocabulary),
-    Rule(("train.precision", "engine"), _engine, to_run=True),
+    Rule(("train.precision", "engine", "accelerator"), _engine, to_run=True),
     Rule(("accelerator", "train.precision"), _accelerator),
     Rule(("accelerator",), _accelerator_figures),
     Rule(("schedule", "train.steps"), _schedule),
