@@ -47,3 +47,26 @@ def load_accelerators(folders: ConfigFolders | None = None) -> tuple[Accelerator
             found.append(built.value)
     raise_if_any(problems)
     return tuple(found)
+
+
+def figures_wanted(name: str) -> str:
+    """What to do about an accelerator that no file describes: the file to fill in, as YAML.
+
+    A figure left null is unknown, and so is what depends on it; none is ever taken from another
+    device.
+    """
+    unknown = ("memory_bytes", "memory_bandwidth_bytes_per_s", "scale_up_bytes_per_s")
+    lines = [
+        f"name: {name}",
+        "kind: cuda  # or rocm, cpu, neuron, hpu",
+        "device_names: []  # as the driver reports it, in small letters",
+        "peak_flops: {}  # {bf16: <FLOP/s>, fp8: <FLOP/s>}, dense, of one device",
+        "unsupported_precisions: []",
+        *(f"{key}: null" for key in unknown),
+        "source: where these figures are from",
+    ]
+    body = "".join(f"\n    {line}" for line in lines)
+    return (
+        f"For a device that is not listed, fill in its figures as ~/conf/accelerator/{name}.yaml"
+        f" and add --config-dir ~/conf:{body}"
+    )

@@ -21,6 +21,7 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
+from air_hpc.config.accelerators import figures_wanted
 from air_hpc.config.build import build, fields_of
 from air_hpc.config.freeze import to_plain
 from air_hpc.config.groups import ConfigFolders
@@ -258,7 +259,10 @@ class Composer:
         wrong = [str(option) for option in chosen if not self._has_option(group, option)]
         for option in wrong:
             allowed = ", ".join(options)
-            found.add(Problem(group, option, "no such option", allowed, nearest(option, options)))
+            hint = nearest(option, options)
+            if group == "accelerator" and _is_name(option):
+                hint = f"{hint} {figures_wanted(option)}".lstrip()
+            found.add(Problem(group, option, "no such option", allowed, hint))
         if wrong:
             return None
         if override.is_force_add():
@@ -313,6 +317,11 @@ class Composer:
         if isinstance(config, NotComposed):
             raise config
         return _copied(config)  # type: ignore[no-any-return]
+
+
+def _is_name(text: str) -> bool:
+    """Whether a file could be called so."""
+    return bool(text) and all(letter.isalnum() or letter in "_-." for letter in text)
 
 
 def _copied(value: Any) -> Any:

@@ -306,7 +306,7 @@ class TrainSpec:
     global_batch_size: int = at_least(1, 16)
     micro_batch_size: int | Auto = at_least(1, "auto")
     seed: int = at_least(0, 0)
-    precision: Literal["fp32", "bf16"] = "fp32"
+    precision: Literal["fp32", "bf16", "fp8"] = "fp32"
     deterministic: bool = True
     compile: bool = False
     log_interval_steps: int = at_least(1, 1)

@@ -24,6 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from air_hpc.config.spec import ModelSpec
+from air_hpc.errors import BadInput
 from air_hpc.models import Decoder, initialize, on_meta
 from air_hpc.parallel.context import Layout, spread_sequence
 from air_hpc.parallel.mixture import balance, spread_mixtures
@@ -45,8 +46,8 @@ from air_hpc.parallel.world import World
 class Engine:
     """A model on its mesh. `parts` are what this rank holds of it, in the model's order.
 
-    `build_engine` makes one. `micro_batches` of `micro_batch_size` sequences of `sequence_length`
-    tokens are a rank's part of a step.
+    `micro_batches` of `micro_batch_size` sequences of `sequence_length` tokens are a rank's part
+    of a step.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class Engine:
     ) -> None:
         self.world = world
         self._options = options
-        self._micro_batches = micro_batches
+        self.micro_batches = micro_batches
         degrees = world.degrees
         self._tensor_mesh: DeviceMesh | None = world.mesh["tp"] if degrees.tp > 1 else None
         self._loss_mesh = self._tensor_mesh if options.loss_parallel else None
@@ -70,6 +71,10 @@ class Engine:
         if degrees.cp > 1:
             self._context_group = world.mesh.get_group("cp")
             self._layout = Layout.of(options.cp_method, self._context_group)
+        if degrees.ep > 1 and model.moe is None:
+            raise BadInput.single(
+                "parallelism.ep", degrees.ep, f"model={model.name} has no experts", allowed="1"
+            )
         cut: Cut | None = None
         if degrees.pp > 1:
             cut = cut_of(model, sequence_length, world, options)
@@ -202,7 +207,7 @@ class Engine:
         host = uses_fsdp(world, options) and options.cpu_offload
         parts = []
         for part in _on_meta(model, sequence_length, cut):
-            spread_mixtures(part, world, self._micro_batches)
+            spread_mixtures(part, world, self.micro_batches)
             if self._layout is not None:
                 spread_sequence(part, sequence_length, self._layout, self._context_group)
             if self._tensor_mesh is not None:
@@ -232,7 +237,7 @@ class Engine:
         if self._loss_mesh is not None:
             vocabulary //= degrees.tp
         return Flow(
-            self._micro_batches,
+            self.micro_batches,
             micro_batch_size,
             tokens,
             (micro_batch_size, tokens // degrees.tp, model.dim),

@@ -77,7 +77,7 @@ def _recompute(block: nn.Module, *, selective: bool) -> None:
     if selective:
         kept["context_fn"] = _selection
     random = bool(getattr(block, "dropout", 0.0))
-    block.forward = functools.partial(  # type: ignore[method-assign]
+    block.forward = functools.partial(
         checkpoint, block.forward, use_reentrant=False, preserve_rng_state=random, **kept
     )
 
@@ -97,4 +97,4 @@ def _selection() -> Any:
         kept = operation in _KEPT
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
-    return create_selective_checkpoint_contexts(policy)
+    return create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]

@@ -113,4 +113,4 @@ def _prefetch(layers: list[nn.Module], depth: int) -> None:
         before = layers[max(0, index - depth) : index][::-1]
         layer.set_modules_to_forward_prefetch(following)  # type: ignore[arg-type]
         # An empty list would mean FSDP's own choice; what is gathered already costs nothing.
-        layer.set_modules_to_backward_prefetch(before or [layer])  # type: ignore[arg-type,list-item]
+        layer.set_modules_to_backward_prefetch(before or [layer])  # type: ignore[arg-type]

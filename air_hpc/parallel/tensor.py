@@ -156,10 +156,9 @@ def settle_gradients(parameters: Iterable[nn.Parameter], mesh: DeviceMesh) -> No
         return
     sums = torch.cat([term.flatten() for _, term in terms])
     dist.all_reduce(sums, group=mesh.get_group())
-    for (parameter, term), total in zip(
-        terms, sums.split([term.numel() for _, term in terms]), strict=True
-    ):
+    begin = 0
+    for parameter, term in terms:
         assert isinstance(parameter, DTensor)
-        parameter.grad = DTensor.from_local(
-            total.view(term.shape), mesh, parameter.placements, run_check=False
-        )
+        total = sums[begin : begin + term.numel()].view(term.shape)
+        begin += term.numel()
+        parameter.grad = DTensor.from_local(total, mesh, parameter.placements, run_check=False)

@@ -18,14 +18,14 @@ in compute precision):
   backward pass with `reshard_after_forward`; in a pipeline once a step. Experts go over the ranks
   that ep leaves.
 - dp_replicate: an all-reduce of the float32 gradients a rank keeps, once a step.
-- cp: Ulysses sends q, k, v and the output through an all-to-all, forward and backward; ring passes
-  keys and values on cp - 1 times, and in the backward pass their gradients too.
+- cp: Ulysses sends q, k, v and the output through all-to-alls, forward and backward; ring passes
+  keys and values on cp - 1 times, and in the backward pass their float32 gradients cp times.
 - ep: each token's hidden state to its experts and back, forward and backward; as even as routing.
 - pp: activations to the next stage, their gradients back; a tied head's gradient once a step.
 
-`full` and `ops` recompute repeat a block's forward collectives, but for the last reduce-scatter,
-whose result nothing needs (torch's checkpoint stops early). Reductions of single numbers (loss,
-gradient norm) are left out.
+`full` recompute repeats a block's forward collectives, but for the last reduce-scatter, whose
+result nothing needs (torch's checkpoint stops early); `ops` repeats the gathers alone. Left out are
+reductions of single numbers: of the loss and the gradient norm.
 
 How far: ranks lie tp innermost, then cp, dp_shard, dp_replicate, pp (`plan.types.MESH_AXES`), so a
 group's members follow one another at the product of the degrees inside.
@@ -33,13 +33,15 @@ group's members follow one another at the product of the degrees inside.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from air_hpc.config.spec import RunSpec
-from air_hpc.plan.blocks import Parameters, embedding_parameters
+from air_hpc.plan.blocks import Parameters
+from air_hpc.plan.flops import embedding_parameters
 from air_hpc.plan.layout import (
     COMPUTE_BYTES,
     Stage,
@@ -170,11 +172,12 @@ def _tensor(place: _Place) -> Iterator[Traffic]:
     yield item("blocks", "reduce_scatter", "forward", 2 * layers, x)
     yield item("blocks", "all_gather", "backward", 2 * layers, x)
     yield item("blocks", "reduce_scatter", "backward", 2 * layers, x)
-    if place.spec.parallelism.recompute != "none":
+    recompute = place.spec.parallelism.recompute
+    if recompute != "none":
         yield item("blocks again", "all_gather", "backward", 2 * layers, x)
+    if recompute == "full":
         yield item("blocks again", "reduce_scatter", "backward", layers, x)
-    norms = (4 if model.post_norms else 2) * layers
-    yield item("norms", "all_reduce", "backward", norms, 4 * model.dim)
+    yield _norms(place, ranks, near)
     if any(stage.first for stage in place.stages):
         yield item("embedding", "reduce_scatter", "forward", 1, x)
         yield item("embedding", "all_gather", "backward", 1, x)
@@ -188,28 +191,46 @@ def _tensor(place: _Place) -> Iterator[Traffic]:
             yield item("logits", "all_gather", "forward", 1, logits)
 
 
+def _norms(place: _Place, ranks: int, near: int) -> Traffic:
+    """Gradients of norms, one term on each rank: summed once for all micro-batches of a pipeline,
+    then in float32, else for each."""
+    model, n = place.spec.model, place.micro_batches
+    count = (4 if model.post_norms else 2) * place.layers
+    count += sum(stage.last for stage in place.stages)
+    once = place.mesh.pp > 1
+    size = 4 if once and n > 1 else place.c
+    calls = count if once else count * n
+    return Traffic("tp", "norms", "all_reduce", "backward", calls, size * model.dim, ranks, near)
+
+
 def _context(place: _Place) -> Iterator[Traffic]:
     ranks, near = place.group("cp")
     if ranks == 1:
         return
     model, mesh = place.spec.model, place.mesh
-    calls = place.layers * place.micro_batches
-    again = 2 if place.spec.parallelism.recompute == "full" else 1
-    q = place.tokens * model.heads * model.head_width // mesh.tp * place.c
-    kv = place.tokens * model.kv_heads * model.head_width // mesh.tp * place.c
+    recompute = place.spec.parallelism.recompute
+    layers = place.layers * place.micro_batches
+    token = place.tokens * model.head_width * place.c
+    q, kv_heads = token * model.heads // mesh.tp, model.kv_heads // mesh.tp
+    kv = 2 * token * kv_heads
+
+    def item(what: str, phase: Phase, calls: int, size: int) -> Traffic:
+        ulysses = place.spec.parallelism.cp_method == "ulysses"
+        collective: Collective = "all_to_all" if ulysses else "send"
+        return Traffic("cp", what, collective, phase, calls, size, ranks, near)
+
     if place.spec.parallelism.cp_method == "ulysses":
-        both = 2 * q + 2 * kv
-        yield Traffic("cp", "q, k, v, out", "all_to_all", "forward", calls, both, ranks, near)
-        again_calls = again * calls
-        yield Traffic(
-            "cp", "q, k, v, out", "all_to_all", "backward", again_calls, both, ranks, near
-        )
+        # Keys and values are repeated until the ranks divide them (`parallel.ulysses`).
+        qkv = q + 2 * token * math.lcm(kv_heads, ranks)
+        again = 2 if recompute == "full" else 1
+        for what, size in (("q, k, v", qkv), ("out", q)):
+            yield item(what, "forward", layers, size)
+            yield item(what, "backward", again * layers, size)
         return
-    hops = calls * (ranks - 1)
-    yield Traffic("cp", "k, v", "send", "forward", hops, 2 * kv, ranks, near)
-    if again == 2:
-        yield Traffic("cp", "k, v again", "send", "backward", hops, 2 * kv, ranks, near)
-    yield Traffic("cp", "k, v, dk, dv", "send", "backward", hops, 4 * kv, ranks, near)
+    hops = layers * (ranks - 1)
+    yield item("k, v", "forward", hops, kv)
+    yield item("k, v", "backward", hops * (2 if recompute == "full" else 1), kv)
+    yield item("dk, dv", "backward", layers * ranks, kv // place.c * 4)
 
 
 def _experts(place: _Place) -> Iterator[Traffic]:
@@ -220,13 +241,13 @@ def _experts(place: _Place) -> Iterator[Traffic]:
     layers = sum(model.is_moe(layer) for stage in place.stages for layer in stage.layers)
     sent = place.tokens * model.moe.active_experts * model.dim * place.c
     calls = 2 * layers * place.micro_batches
-    again = 0 if place.spec.parallelism.recompute == "none" else 1
+    again = 1 if place.spec.parallelism.recompute == "full" else 0
     yield Traffic("ep", "tokens", "all_to_all", "forward", calls, sent, ranks, near)
     yield Traffic("ep", "tokens", "all_to_all", "backward", (1 + again) * calls, sent, ranks, near)
 
 
 def _data(place: _Place) -> Iterator[Traffic]:
-    mesh, kind = place.mesh, wrapper(place.mesh)
+    mesh, kind = place.mesh, wrapper(place.spec, place.mesh)
     model = place.spec.model
     if kind == "ddp":
         total = sum(whole_stage(model, stage, mesh).total for stage in place.stages)

@@ -1,11 +1,11 @@
 """What would fit into a device's memory, by the plan's estimate: for a run that ran out of it.
 
-The estimate leaves out the allocator's fragmentation and the communication buffers, so a run may
-fail although its plan fits. What has failed is then the better measure: a change counts as fitting
+The estimate has a margin for the allocator's fragmentation and the driver, and still a run may fail
+although its plan fits. What has failed is then the better measure: a change counts as fitting
 where its estimate lies at least MARGIN below both the device's memory and the estimate of the plan
 that failed. Changes are tried from the cheapest to the dearest: smaller micro-batches (the same
-numbers, more steps of accumulation), more sharding over the devices there are, both, offload to the
-host, and more nodes.
+numbers, more steps of accumulation), more sharding over the devices there are, both, recompute,
+offload to the host, and more nodes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class Fit:
         has = "" if self.device_bytes is None else f" of the {_gb(self.device_bytes)} it has"
         head = f"the plan put a rank at {_gb(self.failed_bytes)}{has}"
         if not self.overrides or self.needed_bytes is None:
-            return f"{head}; by that estimate no smaller micro-batch, sharding or offload fits"
+            tried = "smaller micro-batch, sharding, recompute or offload"
+            return f"{head}; by that estimate no {tried} fits"
         return f"{head}; {' '.join(self.overrides)} would take {_gb(self.needed_bytes)}"
 
 
@@ -70,7 +71,9 @@ def _changes(spec: RunSpec, plan: Plan) -> Iterator[tuple[tuple[str, ...], RunSp
     for size in smaller:
         yield _micro(spec, (), size)
     world = plan.mesh.data_parallel_size
-    degrees = [n for n in range(plan.mesh.dp_shard + 1, world + 1) if world % n == 0]
+    cp, ep = plan.mesh.cp, plan.mesh.ep
+    wider = (n for n in range(plan.mesh.dp_shard + 1, world + 1) if world % n == 0)
+    degrees = [n for n in wider if n * cp % ep == 0]
     for degree in degrees:
         parts = replace(spec.parallelism, dp_shard=degree, dp_replicate="auto")
         key = (f"parallelism.dp_shard={degree}", "parallelism.dp_replicate=auto")
@@ -78,7 +81,12 @@ def _changes(spec: RunSpec, plan: Plan) -> Iterator[tuple[tuple[str, ...], RunSp
         yield key, sharded
         for size in smaller:
             yield _micro(sharded, key, size)
-    if plan.mesh.dp_shard > 1 and not spec.parallelism.cpu_offload:
+    if spec.parallelism.recompute == "none":
+        again = replace(spec, parallelism=replace(spec.parallelism, recompute="full"))
+        yield ("parallelism.recompute=full",), again
+        for size in smaller:
+            yield _micro(again, ("parallelism.recompute=full",), size)
+    if plan.mesh.shard_size > 1 and not spec.parallelism.cpu_offload:
         offloaded = replace(spec, parallelism=replace(spec.parallelism, cpu_offload=True))
         yield ("parallelism.cpu_offload=true",), offloaded
         for size in smaller:

@@ -12,7 +12,8 @@ from functools import lru_cache
 from typing import Literal
 
 from air_hpc.config.spec import ModelSpec, RunSpec
-from air_hpc.plan.blocks import Parameters, block_parts, embedding_parameters
+from air_hpc.plan.blocks import Parameters, block_parts
+from air_hpc.plan.flops import embedding_parameters
 from air_hpc.plan.schedule import stage_owner, stages_per_rank
 from air_hpc.plan.stages import cut_layers
 from air_hpc.plan.types import Mesh
@@ -33,11 +34,16 @@ class Stage:
     last: bool
 
 
-def wrapper(mesh: Mesh) -> Wrapper:
-    """What keeps the data-parallel ranks together on this mesh."""
+def wrapper(spec: RunSpec, mesh: Mesh) -> Wrapper:
+    """What keeps the data-parallel ranks together on this mesh.
+
+    FSDP serves also where tp or pp alone spread the model, for its float32 masters of bf16 weights.
+    """
     if mesh.world_size == mesh.dp_replicate:
         return "ddp" if mesh.dp_replicate > 1 else "none"
-    return "fsdp"
+    spreads = mesh.dp_replicate * mesh.shard_size > 1
+    masters = spec.train.precision != "fp32" or spec.parallelism.cpu_offload
+    return "fsdp" if spreads or masters else "none"
 
 
 def stages_by_rank(spec: RunSpec, mesh: Mesh) -> tuple[tuple[Stage, ...], ...]:

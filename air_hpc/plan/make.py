@@ -14,8 +14,9 @@ from air_hpc.config.spec import RunSpec
 from air_hpc.errors import Problem
 from air_hpc.plan.flops import count_parameters, flops_per_token
 from air_hpc.plan.memory import memory_per_rank, state_bytes
-from air_hpc.plan.mesh import largest_divisor, nearest_divisors, resolve_mesh
+from air_hpc.plan.mesh import nearest_divisors, resolve_mesh
 from air_hpc.plan.resize import elastic_warning
+from air_hpc.plan.schedule import micro_batches_that_work, stages_per_rank, takes
 from air_hpc.plan.types import Mesh, Plan
 from air_hpc.plan.validity import check_spec, depends_on
 
@@ -25,6 +26,8 @@ AUTO_MICRO_BATCH_MAX = 8
 Fewer where the device's memory is known and the estimate for so many is above it.
 """
 
+_MOST_TRIED = 4096
+"""Micro-batch sizes that are looked at."""
 _LEAD_BASE_S = 60.0
 _SAVE_BYTES_PER_S_PER_NODE = 1e9
 
@@ -91,8 +94,12 @@ def _micro_batch(spec: RunSpec, mesh: Mesh) -> tuple[int, list[Problem]]:
         return 1, [Problem("train.global_batch_size", str(total), message, allowed, hint)]
     rank_batch = total // size
     asked = spec.train.micro_batch_size
+    tried = (n for n in range(1, min(rank_batch, _MOST_TRIED) + 1) if rank_batch % n == 0)
+    working = [n for n in tried if takes(spec.parallelism, rank_batch // n)]
     if asked == "auto":
-        return _largest_that_fits(spec, mesh, rank_batch), []
+        if not working:
+            return 1, [_no_number_works(spec, mesh, rank_batch)]
+        return _largest_that_fits(spec, mesh, working), []
     if rank_batch % asked:
         message = (
             f"micro-batches of {asked} do not make up a rank's {rank_batch} sequences"
@@ -101,16 +108,52 @@ def _micro_batch(spec: RunSpec, mesh: Mesh) -> tuple[int, list[Problem]]:
         hint = f"Nearest that work: {nearest_divisors(rank_batch, asked)}"
         allowed = f"auto or a divisor of {rank_batch}"
         return 1, [Problem("train.micro_batch_size", str(asked), message, allowed, hint)]
+    if not takes(spec.parallelism, rank_batch // asked):
+        return 1, [_schedule_refuses(spec, mesh, rank_batch, asked, working)]
     return asked, []
 
 
-def _largest_that_fits(spec: RunSpec, mesh: Mesh, rank_batch: int) -> int:
-    size = largest_divisor(rank_batch, AUTO_MICRO_BATCH_MAX)
+def _no_number_works(spec: RunSpec, mesh: Mesh, rank_batch: int) -> Problem:
+    """No micro-batch gives the pipeline's schedule a number of them that it takes."""
+    degrees = spec.parallelism
+    step = mesh.pp * stages_per_rank(degrees)
+    batch = -(-rank_batch // step) * step * mesh.data_parallel_size
+    message = (
+        f"a rank's {rank_batch} sequences do not make a number of micro-batches that"
+        f" pp_schedule={degrees.pp_schedule} takes with pp {mesh.pp}"
+    )
+    needs = micro_batches_that_work(
+        degrees.pp_schedule, mesh.pp, stages_per_rank(degrees), rank_batch
+    )
+    hint = f"Nearest that works: train.global_batch_size={batch}"
+    total = str(spec.train.global_batch_size)
+    return Problem("train.global_batch_size", total, message, f"micro-batches {needs}", hint)
+
+
+def _schedule_refuses(
+    spec: RunSpec, mesh: Mesh, rank_batch: int, asked: int, working: list[int]
+) -> Problem:
+    if not working:
+        return _no_number_works(spec, mesh, rank_batch)
+    degrees, count = spec.parallelism, rank_batch // asked
+    needs = micro_batches_that_work(degrees.pp_schedule, mesh.pp, stages_per_rank(degrees), count)
+    message = (
+        f"micro-batches of {asked} make {count} of a rank's {rank_batch} sequences, which"
+        f" pp_schedule={degrees.pp_schedule} does not take with pp {mesh.pp}"
+    )
+    near = sorted(working, key=lambda n: (abs(n - asked), n))[:2]
+    hint = "Nearest that work: " + " or ".join(str(n) for n in sorted(near))
+    return Problem("train.micro_batch_size", str(asked), message, f"micro-batches {needs}", hint)
+
+
+def _largest_that_fits(spec: RunSpec, mesh: Mesh, working: list[int]) -> int:
+    """The largest micro-batch of those that work, up to AUTO_MICRO_BATCH_MAX where one is."""
     memory_bytes = spec.accelerator.memory_bytes
-    if memory_bytes is not None:
-        while size > 1 and memory_per_rank(spec, mesh, size).total_bytes > memory_bytes:
-            size = largest_divisor(rank_batch, size - 1)
-    return size
+    sizes = [n for n in working if n <= AUTO_MICRO_BATCH_MAX] or working[:1]
+    for size in reversed(sizes):
+        if memory_bytes is None or memory_per_rank(spec, mesh, size).total_bytes <= memory_bytes:
+            return size
+    return sizes[0]
 
 
 def _memory_warning(spec: RunSpec, plan: Plan) -> list[Problem]:
@@ -118,8 +161,9 @@ def _memory_warning(spec: RunSpec, plan: Plan) -> list[Problem]:
     memory_bytes, need_bytes = spec.accelerator.memory_bytes, plan.memory_per_rank.total_bytes
     if memory_bytes is None or need_bytes <= memory_bytes:
         return []
+    where = f" of pipeline rank {plan.memory_per_rank.pp_rank}" if plan.mesh.pp > 1 else ""
     message = (
-        f"a rank needs about {need_bytes / 1e9:.0f} GB,"
+        f"a rank{where} needs about {need_bytes / 1e9:.0f} GB,"
         f" accelerator={spec.accelerator.name} has {memory_bytes / 1e9:.0f} GB"
     )
     hint = "Shard over more devices (parallelism=fsdp, launch.nodes) or lower micro_batch_size"

@@ -1,53 +1,94 @@
-"""Bytes on the fullest rank: an estimate from shapes, without the allocator's own overhead.
+"""Bytes on each rank of the pipeline, and on the fullest: from shapes, by what holds them.
 
-With P parameters, S the number of ranks that share one copy (dp_shard · tp · pp) and c bytes an
-element in compute precision (4 fp32, 2 bf16):
+With P the parameters of a rank's stages after tp and ep, S those it keeps of them (P over dp_shard
+× cp; experts over what ep leaves), E those of the ends (embedding, head), B the largest block, and
+c bytes an element in compute precision:
 
-- weights: 4·P/S for the fp32 masters. dp_shard > 1 adds the gathered copies: embedding and
-  head for the whole step, and two blocks at a time (one computes, the next is prefetched), or all
-  of them without `reshard_after_forward`. An unsharded bf16 run adds the copy that autocast keeps
-  of the matrices: 2 bytes each.
-- gradients: 4·P/S, in fp32 and of all the rank's own parameters. dp_shard > 1 adds one block's
-  before they are scattered: c bytes each, and 4 more in the buffer that is reduced.
-- optimizer: AdamW 8·P/S (two fp32 moments), SGD 4·P/S with momentum and nothing without.
-- activations, for T tokens of a micro-batch on the rank (micro_batch · sequence_length / cp), per
-  block and token and without recompute: the inputs of both norms and both normed values (4·dim),
-  q and the attention output (2·heads·head_dim), k and v, and four SwiGLU values (4·ffn_dim), all in
-  compute precision, with flash attention (no score matrix is kept); then the logits once in compute
-  precision and twice in fp32 (the loss's log-softmax and its gradient). Tensor parallelism is
-  taken with sequence parallelism, so tp divides all of it.
+- weights: 4·S for the float32 masters. FSDP adds gathered copies in compute precision: the ends for
+  the whole step, and of the blocks one at work and `prefetch` ahead, c·B each; all of them without
+  `reshard_after_forward`, and in a pipeline, where they stay from the first micro-batch to the
+  last. A plain bf16 run has autocast's copies of the matrices instead.
+- gradients: float32, 4·S. FSDP adds what it has not scattered yet: a unit's in compute precision
+  and in the float32 buffer that is reduced, (c + 4) each, of the ends until the backward pass has
+  ended. In a pipeline gradients are summed whole before they are scattered once: 4·P instead.
+- optimizer: AdamW 8·S (two float32 moments), SGD 4·S with momentum and nothing without. A CPU's
+  step over many tensors has 4·S of its own while it runs, as SGD with weight decay has anywhere.
+- activations: `plan.activations`, by token, times the tokens of a micro-batch, times the
+  micro-batches in flight (`plan.pipeline_time`).
+- logits: what the loss keeps, and two float32 gradients of the logits where its backward begins. A
+  pipeline's last stage holds the logits themselves too, for each micro-batch in flight.
+- buffers: what a block's backward pass has at work beside what was kept, and in a pipeline room for
+  what a stage receives: an activation and a gradient for each micro-batch of a step, since torch
+  2.13 (`PipelineStage`) sets aside all of them at once.
+- margin: on a GPU 1.5 GB (context, NCCL's channels, kernels' workspaces) and 4 % of the tensors
+  (the caching allocator's fragmentation): a choice, not a measurement. None on a CPU.
 
-`cpu_offload` keeps the sharded weights, gradients and optimizer state in host memory, so that only
-the gathered copies and that one block's gradients count. Measured use is higher by the allocator's
-fragmentation and the communication buffers; a plan is no promise that a run fits.
+These are not all there at once, so what is held is followed through the moments of a step at which
+it can be largest: the loss' backward, the first block's backward, the end of the backward pass, the
+optimizer's step.
+
+`cpu_offload` keeps masters, sharded gradients and the optimizer in host memory.
+
+Sources: ZeRO (arXiv 1910.02054), FSDP (2304.11277), and torch 2.13's FSDPMemTracker, against which
+the formulas are checked. A plan is no promise that a run fits.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+
 from air_hpc.config.spec import RunSpec
-from air_hpc.plan.flops import block_parameters, count_parameters
+from air_hpc.plan.activations import (
+    Shape,
+    block_again,
+    block_at_work,
+    block_kept,
+    head_kept,
+    logits_kept,
+    logits_peak,
+)
+from air_hpc.plan.blocks import Parameters
+from air_hpc.plan.flops import count_parameters
+from air_hpc.plan.layout import (
+    Stage,
+    Wrapper,
+    micro_batches,
+    own,
+    stages_by_rank,
+    tokens_of,
+    whole_block,
+    whole_ends,
+    whole_stage,
+    wrapper,
+)
+from air_hpc.plan.pipeline_time import in_flight
+from air_hpc.plan.schedule import stages_per_rank
 from air_hpc.plan.types import MemoryPerRank, Mesh
 
-_COMPUTE_BYTES = {"fp32": 4, "bf16": 2}
 _MASTER_BYTES = 4
+_CONTEXT_BYTES = 1_500_000_000
+_FRAGMENTATION = 0.04
 
 
 def memory_per_rank(spec: RunSpec, mesh: Mesh, micro_batch_size: int) -> MemoryPerRank:
-    """The estimate for a resolved mesh and micro-batch."""
-    parameters = count_parameters(spec.model).parameters
-    own = -(-parameters // (mesh.dp_shard * mesh.tp * mesh.pp))
-    on_device = 0 if spec.parallelism.cpu_offload else own
-    return MemoryPerRank(
-        weights_bytes=_MASTER_BYTES * on_device + _working_copies(spec, mesh),
-        gradients_bytes=4 * on_device + _whole_gradients(spec, mesh),
-        optimizer_bytes=_optimizer_bytes_per_parameter(spec) * on_device,
-        activations_bytes=_activations(spec, mesh, micro_batch_size),
-    )
+    """The estimate for the fullest rank of a resolved mesh and micro-batch."""
+    return max(memory_by_stage(spec, mesh, micro_batch_size), key=lambda rank: rank.total_bytes)
 
 
 def memory_by_stage(spec: RunSpec, mesh: Mesh, micro_batch_size: int) -> tuple[MemoryPerRank, ...]:
     """The estimate for each pipeline rank, which has one stage or more."""
-    return (memory_per_rank(spec, mesh, micro_batch_size),) * mesh.pp
+    shape = Shape.of(spec, mesh)
+    tokens = tokens_of(spec, mesh, micro_batch_size)
+    by_rank = stages_by_rank(spec, mesh)
+    kept = {stage.number: tokens * _kept(shape, stage) for stages in by_rank for stage in stages}
+    count = micro_batches(spec, mesh, micro_batch_size)
+    held = _held(spec, mesh, count, [kept[number] for number in range(len(kept))])
+    return tuple(
+        _Rank(spec, mesh, shape, stages, tokens, count, held[rank], kept).estimate(rank)
+        for rank, stages in enumerate(by_rank)
+    )
 
 
 def state_bytes(spec: RunSpec) -> int:
@@ -62,37 +103,212 @@ def _optimizer_bytes_per_parameter(spec: RunSpec) -> int:
     return 4 if spec.optimizer.momentum > 0 else 0
 
 
-def _working_copies(spec: RunSpec, mesh: Mesh) -> int:
-    compute_bytes = _COMPUTE_BYTES[spec.train.precision]
-    counts = count_parameters(spec.model)
-    if mesh.dp_shard == 1:
-        matrices = counts.matmul_parameters // (mesh.tp * mesh.pp)
-        return compute_bytes * matrices if spec.train.precision == "bf16" else 0
-    gathered = counts.parameters // mesh.pp
-    if spec.parallelism.reshard_after_forward:
-        block = _largest_block(spec)
-        ends = counts.parameters - spec.model.layers * block
-        gathered = min(gathered, 2 * block + ends)
-    return compute_bytes * (gathered // mesh.tp)
+def _held(
+    spec: RunSpec, mesh: Mesh, count: int, kept: Sequence[float]
+) -> tuple[dict[int, int], ...]:
+    """Micro-batches of each stage in flight, by pipeline rank."""
+    if mesh.pp == 1:
+        return ({0: 1},)
+    options = spec.parallelism
+    loops = stages_per_rank(options)
+    return in_flight(options.pp_schedule, mesh.pp, loops, count, kept)
 
 
-def _largest_block(spec: RunSpec) -> int:
-    model = spec.model
-    return max(block_parameters(model, layer).total for layer in range(model.layers))
+def _kept(shape: Shape, stage: Stage) -> float:
+    """Activation bytes of one token in a stage, without logits."""
+    experts = sum(shape.model.is_moe(layer) for layer in stage.layers)
+    total = experts * block_kept(shape, moe=True) if experts else 0.0
+    total += (len(stage.layers) - experts) * block_kept(shape, moe=False)
+    sent = shape.compute_bytes * shape.model.dim / shape.tp
+    return total + (head_kept(shape) if stage.last else sent)
 
 
-def _whole_gradients(spec: RunSpec, mesh: Mesh) -> int:
-    if mesh.dp_shard == 1:
-        return 0
-    return (_COMPUTE_BYTES[spec.train.precision] + 4) * (_largest_block(spec) // mesh.tp)
+@dataclass(frozen=True)
+class _Moment:
+    """Bytes held at one moment of a step, beside the optimizer's state."""
+
+    weights: float = 0.0
+    gradients: float = 0.0
+    activations: float = 0.0
+    logits: float = 0.0
+    buffers: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.gradients + self.activations + self.logits + self.buffers
 
 
-def _activations(spec: RunSpec, mesh: Mesh, micro_batch_size: int) -> int:
-    model = spec.model
-    compute_bytes = _COMPUTE_BYTES[spec.train.precision]
-    tokens = micro_batch_size * spec.data.sequence_length // mesh.cp
-    kv_width = model.kv_heads * model.head_width
-    widths = 4 * model.dim + 2 * model.heads * model.head_width + 2 * kv_width + 4 * model.ffn_dim
-    blocks = -(-model.layers // mesh.pp)
-    logits_bytes = model.vocab_size * (compute_bytes + 8)
-    return tokens * (blocks * widths * compute_bytes + logits_bytes) // mesh.tp
+@dataclass(frozen=True)
+class _Rank:
+    """One pipeline rank. `held` and `kept`: by stage, micro-batches in flight and their bytes."""
+
+    spec: RunSpec
+    mesh: Mesh
+    shape: Shape
+    stages: tuple[Stage, ...]
+    tokens: int
+    micro_batches: int
+    held: Mapping[int, int]
+    kept: Mapping[int, float]
+
+    def estimate(self, pp_rank: int) -> MemoryPerRank:
+        """The most of each part, and the most of all together."""
+        optimizer = _optimizer_bytes_per_parameter(self.spec) * self.on_device
+        moments = (self.at_loss(), *self.at_first_block(), self.at_end(), self.at_step())
+        moments = tuple(replace(m, buffers=m.buffers + self.received) for m in moments)
+        most = {part.name: max(getattr(m, part.name) for m in moments) for part in fields(_Moment)}
+        tensors = optimizer + max(moment.total for moment in moments)
+        margin = 0.0
+        if self.spec.accelerator.kind != "cpu":
+            margin = _CONTEXT_BYTES + _FRAGMENTATION * tensors
+        whole = {name: round(value) for name, value in most.items()}
+        return MemoryPerRank(
+            weights_bytes=whole["weights"],
+            gradients_bytes=whole["gradients"],
+            optimizer_bytes=optimizer,
+            activations_bytes=whole["activations"],
+            logits_bytes=whole["logits"],
+            buffers_bytes=whole["buffers"],
+            margin_bytes=round(margin),
+            not_at_once_bytes=sum(whole.values()) + optimizer - round(tensors),
+            pp_rank=pp_rank,
+        )
+
+    # -- what there is ---------------------------------------------------------------------------
+
+    @cached_property
+    def wrapper(self) -> Wrapper:
+        return wrapper(self.spec, self.mesh)
+
+    @cached_property
+    def parameters(self) -> Parameters:
+        """All of the rank's stages, gathered."""
+        return sum_of(whole_stage(self.spec.model, stage, self.mesh) for stage in self.stages)
+
+    @cached_property
+    def ends(self) -> int:
+        """Of the embedding and the head."""
+        return sum_of(whole_ends(self.spec.model, s, self.mesh) for s in self.stages).total
+
+    @cached_property
+    def block(self) -> int:
+        """Of the largest block."""
+        model = self.spec.model
+        layers = (layer for stage in self.stages for layer in stage.layers)
+        return max((whole_block(model, layer, self.mesh).total for layer in layers), default=0)
+
+    @cached_property
+    def on_device(self) -> int:
+        """Parameters whose masters, gradients and optimizer state are in device memory."""
+        if self.wrapper != "fsdp":
+            return self.parameters.total
+        return 0 if self.spec.parallelism.cpu_offload else own(self.parameters, self.mesh)
+
+    @property
+    def stays_gathered(self) -> bool:
+        return self.mesh.pp > 1 or not self.spec.parallelism.reshard_after_forward
+
+    def copies(self, blocks: int) -> float:
+        """Weights in compute precision, `blocks` of the blocks gathered."""
+        c = self.shape.compute_bytes
+        if self.wrapper != "fsdp":
+            return c * self.parameters.matrices if c < _MASTER_BYTES else 0.0
+        gathered = self.ends + blocks * self.block
+        if self.stays_gathered or gathered > self.parameters.total:
+            gathered = self.parameters.total
+        return float(c * gathered)
+
+    @cached_property
+    def summed(self) -> float:
+        """Gradients of the micro-batches before, when another begins."""
+        if self.wrapper == "ddp":
+            return 4.0 * self.parameters.total  # its buckets stay
+        if self.micro_batches == 1:
+            return 0.0
+        whole = self.wrapper == "none" or self.mesh.pp > 1
+        return 4.0 * (self.parameters.total if whole else self.on_device)
+
+    @cached_property
+    def activations(self) -> float:
+        return sum(self.held[stage.number] * self.kept[stage.number] for stage in self.stages)
+
+    @cached_property
+    def received(self) -> float:
+        """Where stages receive: torch has room for each micro-batch of a step, both ways."""
+        if self.mesh.pp == 1:
+            return 0.0
+        ways = sum((not stage.first) + (not stage.last) for stage in self.stages)
+        stream = self.tokens * self.shape.compute_bytes * self.spec.model.dim / self.mesh.tp
+        return ways * self.micro_batches * stream
+
+    # -- the moments -----------------------------------------------------------------------------
+
+    def at_loss(self) -> _Moment:
+        """The backward pass of the loss begins."""
+        last = [stage for stage in self.stages if stage.last]
+        if not last:
+            return _Moment()
+        kept = self.tokens * logits_kept(self.shape)
+        if self.mesh.pp > 1:
+            kept += self.tokens * self.shape.compute_bytes * self.shape.vocabulary
+        logits = self.held[last[0].number] * kept + self.tokens * logits_peak(self.shape)
+        weights = _MASTER_BYTES * self.on_device + self.copies(0)
+        return _Moment(weights, self.summed, self.activations, logits)
+
+    def at_first_block(self) -> tuple[_Moment, _Moment]:
+        """The backward pass of the last block, which runs first: at work, and when it is done and
+        its gradients are on the way. The head's is done."""
+        c, model, tokens = self.shape.compute_bytes, self.spec.model, self.tokens
+        layers = {model.is_moe(layer) for stage in self.stages for layer in stage.layers}
+        again = max((block_again(self.shape, moe=moe) for moe in layers), default=0.0)
+        at_work = max((block_at_work(self.shape, moe=moe) for moe in layers), default=0.0)
+        kept = min((block_kept(self.shape, moe=moe) for moe in layers), default=0.0)
+        last = [stage for stage in self.stages if stage.last]
+        head = whole_ends(model, last[0], self.mesh).total if last else 0
+        if last and last[0].first and not model.tied_head:
+            head //= 2
+        sent = 4 * self.block
+        if self.wrapper == "fsdp":
+            waiting = c * (head + self.block)
+        else:
+            waiting, sent = (0, 0) if self.summed else (4 * (head + self.block), 0)
+        if self.mesh.pp > 1 and self.micro_batches > 1:
+            sent = 0  # summed whole; scattered in the end
+        logits = 0.0
+        if last:
+            others = self.held[last[0].number] - 1
+            logits = others * tokens * (logits_kept(self.shape) + c * self.shape.vocabulary)
+        weights = _MASTER_BYTES * self.on_device + self.copies(1 + self.spec.parallelism.prefetch)
+        gradients = self.summed + waiting
+        whole = self.activations
+        return (
+            _Moment(weights, gradients, whole + tokens * again, logits, tokens * at_work),
+            _Moment(weights, gradients + sent, whole - tokens * kept, logits),
+        )
+
+    def at_end(self) -> _Moment:
+        """The backward pass is over but for the last unit's reduction, that of the ends."""
+        c = self.shape.compute_bytes
+        masters = float(_MASTER_BYTES * self.on_device)
+        if self.wrapper != "fsdp":
+            return _Moment(masters + self.copies(0), 4.0 * self.parameters.total)
+        if self.mesh.pp > 1:
+            whole = self.parameters.total + max(self.block, self.ends)
+            return _Moment(masters + self.copies(0), 4.0 * whole)
+        scattered = self.on_device - min(self.on_device, self.ends // self.mesh.shard_size)
+        return _Moment(masters, 4.0 * scattered + (c + 4) * self.ends)
+
+    def at_step(self) -> _Moment:
+        """The optimizer's."""
+        on_device = self.on_device
+        optimizer = self.spec.optimizer
+        fused = self.spec.accelerator.kind != "cpu" or optimizer.name == "sgd"
+        decays = optimizer.name == "sgd" and optimizer.weight_decay > 0
+        at_work = 0 if fused and not decays else 4
+        masters = float(_MASTER_BYTES * on_device)
+        return _Moment(masters, 4.0 * on_device, buffers=float(at_work * on_device))
+
+
+def sum_of(parts: Iterable[Parameters]) -> Parameters:
+    """All of them together."""
+    return sum(parts, Parameters())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from air_hpc.config.spec import ParallelismSpec, RunSpec
 from air_hpc.errors import Problem
 from air_hpc.plan.types import Mesh
@@ -27,7 +29,8 @@ def resolve_mesh(spec: RunSpec) -> tuple[Mesh | None, list[Problem]]:
     """The mesh with every `auto` filled so that it multiplies to nodes · devices_per_node.
 
     Where both data-parallel degrees are `auto`, weights are sharded inside a node and replicated
-    across nodes (HSDP): the widest sharding that a node holds.
+    across nodes (HSDP): the widest sharding that a node holds and ep divides, or where no such is,
+    the narrowest beyond a node.
     """
     asked = spec.parallelism
     world = spec.launch.nodes * spec.launch.devices_per_node
@@ -37,7 +40,8 @@ def resolve_mesh(spec: RunSpec) -> tuple[Mesh | None, list[Problem]]:
         return None, [_does_not_multiply(spec, fixed, world, exact=both_given)]
     replicate, shard = _filled(asked, world // fixed, spec.launch.devices_per_node)
     mesh = Mesh(asked.pp, replicate, shard, asked.cp, asked.tp, asked.ep)
-    return mesh, _expert_problems(mesh)
+    problems = _expert_problems(spec, mesh)
+    return (None if problems else mesh), problems
 
 
 def _filled(asked: ParallelismSpec, rest: int, devices_per_node: int) -> tuple[int, int]:
@@ -48,8 +52,22 @@ def _filled(asked: ParallelismSpec, rest: int, devices_per_node: int) -> tuple[i
     if isinstance(replicate, int):
         return replicate, rest
     in_node = max(1, devices_per_node // (asked.cp * asked.tp))
-    widest = largest_divisor(rest, in_node)
-    return rest // widest, widest
+    shard = shards_for_experts(rest, in_node, asked.cp, asked.ep) or largest_divisor(rest, in_node)
+    return rest // shard, shard
+
+
+def shards_for_experts(replicas: int, wanted: int, cp: int, ep: int) -> int | None:
+    """A divisor of `replicas` that with cp holds whole groups of ep ranks: the largest up to
+    `wanted`, or the smallest above it; None where there is none."""
+    fitting = [d for d in divisors(replicas) if d * cp % ep == 0]
+    below = [d for d in fitting if d <= wanted]
+    return below[-1] if below else fitting[0] if fitting else None
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors of a number, ascending."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
 
 
 def _fixed_data_parallel(asked: ParallelismSpec) -> int:
@@ -102,10 +120,18 @@ def _way_out(spec: RunSpec, world: int) -> str:
     return "Nearest that work: " + ", ".join(dict.fromkeys(ways)) if ways else ""
 
 
-def _expert_problems(mesh: Mesh) -> list[Problem]:
-    room = mesh.data_parallel_size * mesh.cp
+def _expert_problems(spec: RunSpec, mesh: Mesh) -> list[Problem]:
+    room = mesh.shard_size
     if room % mesh.ep == 0:
         return []
-    message = f"ep {mesh.ep} does not divide the {room} ranks of dp and cp that it lies inside"
-    near = nearest_divisors(room, mesh.ep)
-    return [Problem("parallelism.ep", str(mesh.ep), message, f"a divisor of {room}", f"Try {near}")]
+    message = (
+        f"ep ({mesh.ep}) does not divide dp_shard × cp ({mesh.dp_shard} × {mesh.cp} = {room}),"
+        " the ranks that it lies inside"
+    )
+    ways = [f"parallelism.ep={nearest_divisors(room, mesh.ep)}"]
+    wider = shards_for_experts(mesh.data_parallel_size, mesh.dp_shard, mesh.cp, mesh.ep)
+    if wider is not None:
+        replicate = mesh.data_parallel_size // wider
+        ways.append(f"parallelism.dp_shard={wider} parallelism.dp_replicate={replicate}")
+    hint = "Nearest that work: " + ", ".join(ways)
+    return [Problem("parallelism.ep", str(mesh.ep), message, f"a divisor of {room}", hint)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from air_hpc.config.spec import RunSpec
@@ -30,12 +31,7 @@ def plan_json(plan: Plan, spec: RunSpec) -> dict[str, Any]:
         "tokens_per_step": plan.tokens_per_step,
         "total_tokens": plan.tokens_per_step * spec.train.steps,
         "memory_per_rank_bytes": plan.memory_per_rank.total_bytes,
-        "memory_per_rank": {
-            "weights_bytes": plan.memory_per_rank.weights_bytes,
-            "gradients_bytes": plan.memory_per_rank.gradients_bytes,
-            "optimizer_bytes": plan.memory_per_rank.optimizer_bytes,
-            "activations_bytes": plan.memory_per_rank.activations_bytes,
-        },
+        "memory_per_rank": asdict(plan.memory_per_rank),
         "device_memory_bytes": spec.accelerator.memory_bytes,
         "peak_flops_per_device": plan.peak_flops_per_device,
         "step_time_s": plan.step_time_s,

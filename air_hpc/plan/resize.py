@@ -2,9 +2,10 @@
 
 Promises: every size trains on exactly the same global batches, in the same order, and no size needs
 a micro-batch larger than the planned one. Fewer nodes are fewer data-parallel replicas (whole
-copies of the weights first, then fewer shards of each); pp, cp and tp stay, and accumulation grows
-by as much as the ranks became fewer. A number of nodes over which the batch does not divide is no
-size.
+copies of the weights first, then fewer shards of each); pp, cp, tp and ep stay, and accumulation
+grows by as much as the ranks became fewer. A number of nodes over which the batch does not divide,
+whose shards ep does not, or which leaves the pipeline's schedule a number of micro-batches that it
+does not take, is no size.
 
 All of it is a function of the frozen run and a number, so each worker derives the plan of its
 generation from its world size, and nobody has to be told.
@@ -18,7 +19,8 @@ from dataclasses import replace
 from air_hpc.config.spec import RunSpec
 from air_hpc.errors import BadInput, Problem
 from air_hpc.plan.memory import memory_per_rank
-from air_hpc.plan.mesh import largest_divisor
+from air_hpc.plan.mesh import shards_for_experts
+from air_hpc.plan.schedule import takes
 from air_hpc.plan.types import Mesh, Plan
 
 
@@ -54,9 +56,12 @@ def plan_for(spec: RunSpec, plan: Plan, nodes: int) -> Plan | None:
         return None
     replicas = ranks // model_parallel
     batch = spec.train.global_batch_size
-    if batch % replicas or (replicas * plan.mesh.cp) % plan.mesh.ep:
+    if batch % replicas:
         return None
-    mesh, micro_batch_size = _first_that_fits(spec, plan, replicas)
+    found = _first_that_fits(spec, plan, replicas)
+    if found is None:
+        return None
+    mesh, micro_batch_size = found
     return replace(
         plan,
         mesh=mesh,
@@ -121,10 +126,12 @@ def _batch_hint(spec: RunSpec, plan: Plan, fewest: int) -> str:
     return f"train.global_batch_size={-(-spec.train.global_batch_size // both) * both} would do"
 
 
-def _first_that_fits(spec: RunSpec, plan: Plan, replicas: int) -> tuple[Mesh, int]:
+def _first_that_fits(spec: RunSpec, plan: Plan, replicas: int) -> tuple[Mesh, int] | None:
     """Mesh and micro-batch: the widest that fits, or the one that needs least where none does."""
     memory_bytes = spec.accelerator.memory_bytes
     tried = list(_candidates(spec, plan, replicas))
+    if not tried:
+        return None
     needs = [memory_per_rank(spec, mesh, micro).total_bytes for mesh, micro in tried]
     for chosen, need in zip(tried, needs, strict=True):
         if memory_bytes is None or need <= memory_bytes:
@@ -135,14 +142,12 @@ def _first_that_fits(spec: RunSpec, plan: Plan, replicas: int) -> tuple[Mesh, in
 def _candidates(spec: RunSpec, plan: Plan, replicas: int) -> Iterator[tuple[Mesh, int]]:
     """In the order in which they are wanted: close to the planned sharding, then a wider one."""
     rank_batch = spec.train.global_batch_size // replicas
-    shards = [largest_divisor(replicas, plan.mesh.dp_shard)]
+    cp, ep = plan.mesh.cp, plan.mesh.ep
+    shards = [shards_for_experts(replicas, plan.mesh.dp_shard, cp, ep)]
     if plan.mesh.dp_shard > 1:
-        shards.append(replicas)
-    for shard in dict.fromkeys(shards):
+        shards.append(shards_for_experts(replicas, replicas, cp, ep))
+    for shard in dict.fromkeys(shard for shard in shards if shard is not None):
         mesh = replace(plan.mesh, dp_replicate=replicas // shard, dp_shard=shard)
-        micro = largest_divisor(rank_batch, plan.micro_batch_size)
-        while True:
-            yield mesh, micro
-            if micro == 1:
-                break
-            micro = largest_divisor(rank_batch, micro - 1)
+        for micro in range(min(rank_batch, plan.micro_batch_size), 0, -1):
+            if rank_batch % micro == 0 and takes(spec.parallelism, rank_batch // micro):
+                yield mesh, micro

@@ -47,14 +47,21 @@ class Action(NamedTuple):
 Order = tuple[Action, ...]
 
 
-def stages_per_rank(parallelism: ParallelismSpec) -> int:
-    """How many stages a rank owns; `auto` is one for gpipe and 1f1b and two for the others."""
-    if parallelism.pp_stages_per_rank != "auto":
-        return parallelism.pp_stages_per_rank
-    return 1 if parallelism.pp == 1 or parallelism.pp_schedule in SINGLE_STAGE else 2
+def stages_per_rank(asked: ParallelismSpec | str) -> int:
+    """How many stages a rank owns; `auto` is one for gpipe and 1f1b and two for the others.
+
+    For the name of a schedule: what `auto` is.
+    """
+    if isinstance(asked, str):
+        return 1 if asked in SINGLE_STAGE else 2
+    if asked.pp == 1:
+        return 1
+    if asked.pp_stages_per_rank != "auto":
+        return asked.pp_stages_per_rank
+    return stages_per_rank(asked.pp_schedule)
 
 
-def stage_owner(schedule: PipelineSchedule, pp: int, stages_per_rank: int) -> tuple[int, ...]:
+def stage_owner(schedule: str, pp: int, stages_per_rank: int) -> tuple[int, ...]:
     """The pipeline rank that owns each stage: in a loop (stage mod pp), or there and back (V)."""
     loops = range(stages_per_rank)
     if schedule in V_SHAPED:
@@ -62,9 +69,7 @@ def stage_owner(schedule: PipelineSchedule, pp: int, stages_per_rank: int) -> tu
     return tuple(r for _ in loops for r in range(pp))
 
 
-def stages_of(
-    schedule: PipelineSchedule, pp: int, stages_per_rank: int, rank: int
-) -> tuple[int, ...]:
+def stages_of(schedule: str, pp: int, stages_per_rank: int, rank: int) -> tuple[int, ...]:
     """The stages of one pipeline rank, in ascending order."""
     owners = stage_owner(schedule, pp, stages_per_rank)
     return tuple(stage for stage, owner in enumerate(owners) if owner == rank)
@@ -85,6 +90,14 @@ def micro_batches_that_work(
     if schedule in ("interleaved_1f1b", "interleaved_zero_bubble") and near % max(1, near // pp):
         return f"a multiple of pp ({pp}), or of the rounds it makes"
     return None
+
+
+def takes(parallelism: ParallelismSpec, micro_batches: int) -> bool:
+    """Whether the schedule of a run takes so many micro-batches; without a pipeline any."""
+    pp, loops = parallelism.pp, stages_per_rank(parallelism)
+    if pp == 1:
+        return True
+    return micro_batches_that_work(parallelism.pp_schedule, pp, loops, micro_batches) is None
 
 
 def actions_by_rank(

@@ -23,7 +23,7 @@ from itertools import accumulate
 
 from air_hpc.config.spec import ModelSpec
 from air_hpc.errors import BadInput
-from air_hpc.plan.blocks import block_flops, block_parts, embedding_parameters, head_flops
+from air_hpc.plan.flops import block_flops, block_parameters, embedding_parameters, head_flops
 
 
 @lru_cache(maxsize=512)
@@ -35,8 +35,9 @@ def cut_layers(model: ModelSpec, sequence_length: int, stages: int) -> tuple[tup
     if not 1 <= stages <= model.layers:
         message = f"so many stages cannot be cut from model.layers ({model.layers})"
         raise BadInput.single("stages", stages, message, allowed=f"1 to {model.layers}")
-    costs = [block_flops(model, layer, sequence_length) for layer in range(model.layers)]
-    sizes = [float(block_parts(model, layer).total) for layer in range(model.layers)]
+    layers = range(model.layers)
+    costs = [block_flops(model, layer, sequence_length).total.causal for layer in layers]
+    sizes = [float(block_parameters(model, layer).total) for layer in layers]
     embedding = float(embedding_parameters(model))
     ends = cut(costs, sizes, stages, head_cost=head_flops(model), end_sizes=(embedding, embedding))
     starts = (0, *ends[:-1])

@@ -14,7 +14,7 @@ from typing import get_args
 from air_hpc.config.spec import RunSpec
 from air_hpc.errors import Problem, nearest
 from air_hpc.hardware.accelerator import Precision
-from air_hpc.plan.mesh import nearest_divisors
+from air_hpc.plan import degrees
 
 _BYTES = 256
 
@@ -62,44 +62,6 @@ def _overlap(one: str, other: str) -> bool:
     return one == other or one.startswith(f"{other}.") or other.startswith(f"{one}.")
 
 
-def _divides(key: str, degree: int, whole: int, name: str) -> Iterable[Problem]:
-    if whole % degree:
-        yield Problem(
-            key,
-            str(degree),
-            f"{key.rpartition('.')[2]} ({degree}) does not divide {name} ({whole})",
-            f"a divisor of {whole}",
-            f"Nearest that work: {nearest_divisors(whole, degree)}",
-        )
-
-
-def _model_shape(spec: RunSpec) -> Iterable[Problem]:
-    model = spec.model
-    yield from _divides("model.heads", model.heads, model.dim, "model.dim")
-    yield from _divides("model.kv_heads", model.kv_heads, model.heads, "model.heads")
-    if model.dim % model.heads == 0 and model.head_width % 2:
-        yield Problem(
-            "model.heads",
-            str(model.heads),
-            f"model.dim ({model.dim}) over model.heads ({model.heads}) is a head of"
-            f" {model.head_width}, and rotary embeddings turn pairs",
-            "an even head width",
-        )
-
-
-def _degrees(spec: RunSpec) -> Iterable[Problem]:
-    model, degrees = spec.model, spec.parallelism
-    tp, pp, cp = degrees.tp, degrees.pp, degrees.cp
-    yield from _divides("parallelism.tp", tp, model.heads, "model.heads")
-    yield from _divides("parallelism.tp", tp, model.kv_heads, "model.kv_heads")
-    yield from _divides("parallelism.tp", tp, model.vocab_size, "model.vocab_size")
-    yield from _divides("parallelism.tp", tp, model.ffn_dim, "model.ffn_dim")
-    yield from _divides("parallelism.cp", cp, spec.data.sequence_length, "data.sequence_length")
-    if pp > model.layers:
-        message = f"pp ({pp}) is more stages than model.layers ({model.layers})"
-        yield Problem("parallelism.pp", str(pp), message, f"at most {model.layers}")
-
-
 def _vocabulary(spec: RunSpec) -> Iterable[Problem]:
     vocabulary = spec.model.vocab_size
     if spec.data.source == "python_stdlib" and vocabulary < _BYTES:
@@ -108,24 +70,21 @@ def _vocabulary(spec: RunSpec) -> Iterable[Problem]:
 
 
 def _engine(spec: RunSpec) -> Iterable[Problem]:
-    for axis in ("tp", "pp", "cp", "ep"):
-        degree = getattr(spec.parallelism, axis)
-        if degree > 1:
-            yield Problem(
-                f"parallelism.{axis}",
-                str(degree),
-                f"engine={spec.engine.name} of this version trains with {axis} 1 only",
-                "1",
-                "Use dp_replicate and dp_shard (parallelism=ddp, fsdp or hsdp)",
-            )
+    if spec.train.precision == "fp8":
+        message = f"engine={spec.engine.name} of this version plans fp8 and does not train in it"
+        yield Problem("train.precision", "fp8", message, "fp32, bf16")
 
 
 def _accelerator(spec: RunSpec) -> Iterable[Problem]:
     device, precision = spec.accelerator, spec.train.precision
     if precision in device.unsupported_precisions:
-        others = [p for p in ("fp32", "bf16") if p not in device.unsupported_precisions]
+        known = ("fp32", "bf16", "fp8")
+        others = [p for p in known if p not in device.unsupported_precisions]
         message = f"accelerator={device.name} has no {precision}"
         yield Problem("train.precision", precision, message, ", ".join(others))
+    elif precision == "fp8" and device.kind == "cpu":
+        message = f"accelerator={device.name} computes nothing in fp8"
+        yield Problem("train.precision", precision, message, "fp32, bf16")
     elif device.peak(precision) is None and device.peak_source == "datasheet":
         yield Problem(
             f"accelerator.peak_flops.{precision}",
@@ -349,10 +308,17 @@ _DEADLINES = tuple(
 _POLICY = tuple(f"recovery.{name}" for name in ("restart", "spare_nodes", "min_nodes"))
 
 RULES: tuple[Rule, ...] = (
-    Rule(("model",), _model_shape),
-    Rule(("model", "parallelism", "data.sequence_length"), _degrees),
+    Rule(("model",), degrees.model_shape),
+    Rule(
+        ("model", "parallelism.tp", "parallelism.cp", "data.sequence_length"), degrees.tensor_degree
+    ),
+    Rule(("model", "parallelism", "data.sequence_length"), degrees.context_degree),
+    Rule(("model", "parallelism", "train.compile"), degrees.pipeline_degree),
+    Rule(("model", "parallelism.ep"), degrees.expert_degree),
+    Rule(("parallelism.tp", "launch.devices_per_node"), degrees.tensor_in_node),
+    Rule(("parallelism", "train.compile"), degrees.recompute),
     Rule(("model.vocab_size", "data"), _vocabulary),
-    Rule(("parallelism", "engine"), _engine, to_run=True),
+    Rule(("train.precision", "engine"), _engine, to_run=True),
     Rule(("accelerator", "train.precision"), _accelerator),
     Rule(("accelerator",), _accelerator_figures),
     Rule(("schedule", "train.steps"), _schedule),

@@ -34,3 +34,16 @@ def test_every_shipped_file_is_what_composing_it_gives() -> None:
     composer = Composer()
     for accelerator in load_accelerators()[::6]:
         assert composer.compose([f"accelerator={accelerator.name}"]).accelerator == accelerator
+
+
+def test_an_unknown_accelerator_is_asked_for_by_a_file_to_fill_in(tmp_path: Path) -> None:
+    _, problems = Composer().try_compose(["accelerator=mine"])
+    (problem,) = problems
+    assert problem.key == "accelerator"
+    assert "h100_sxm" in problem.allowed
+    head, _, body = problem.hint.partition("\n")
+    assert "accelerator/mine.yaml" in head
+    assert "--config-dir" in head
+    (mine,) = [a for a in load_accelerators(with_file(tmp_path, body)) if a.name == "mine"]
+    assert mine.peak("bf16") is None
+    assert mine.memory_bytes is None

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 
 from air_hpc.config.spec import ModelSpec, MoeSpec, OptimizerSpec
 from air_hpc.parallel.engine import Engine
 from air_hpc.parallel.options import EngineOptions
+from air_hpc.parallel.pipeline import TiedCopies
 from air_hpc.parallel.reduce import clip_gradients, sum_over_ranks
 from air_hpc.parallel.world import World, build_expert_mesh, build_mesh
 from air_hpc.plan.types import Mesh
@@ -57,6 +60,7 @@ MODELS = {
         ),
     ),
 }
+"""A twin of each family, smaller than those of conf/model."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,7 @@ class Case:
 
     degrees: Mesh
     model: str = "llama"
-    micro_batches: int = 1
+    micro_batches: int = 2
     options: EngineOptions = field(default_factory=EngineOptions)
     mutant: str = ""
 
@@ -80,7 +84,7 @@ class Case:
 
 
 def train_cases(rank: int, rendezvous: str, cases: Sequence[Case]) -> list[Curve]:
-    """All cases one after another in one set of ranks; a world of its own for each."""
+    """All cases one after another in one set of ranks, each on a mesh of its own."""
     whole = join_world(rank, rendezvous, cases[0].degrees)
     return [train(on_mesh(whole, case.degrees), case) for case in cases]
 
@@ -96,39 +100,66 @@ def on_mesh(world: World, degrees: Mesh) -> World:
     )
 
 
-def train(world: World, case: Case) -> Curve:
-    model = MODELS[case.model]
-    data = torch.randint(
+def batches(model: ModelSpec, steps: int = STEPS) -> torch.Tensor:
+    """Tokens of the global batch of each step."""
+    return torch.randint(
         model.vocab_size,
-        (STEPS, GLOBAL_BATCH, TOKENS + 1),
+        (steps, GLOBAL_BATCH, TOKENS + 1),
         generator=torch.Generator().manual_seed(1),
     )
-    size = GLOBAL_BATCH // world.data_ranks // case.micro_batches
-    engine = Engine(model, TOKENS, 0, world, case.options, case.micro_batches, size)
-    optimizer = build_optimizer(
-        engine.parameters(), OptimizerSpec(name="sgd", lr=0.3, weight_decay=0), world.device
-    )
-    held = engine.held()
-    engine.settle(data[0, :1, :-1])
-    seen = []
-    for batch in data:
-        place = 0 if case.mutant == "repeated data" else world.data_rank
-        mine = batch.chunk(world.data_ranks)[place]
-        loss = engine.step(mine.view(case.micro_batches, size, TOKENS + 1))
-        if case.mutant == "doubled gradient" and world.rank == world.world_size - 1:
-            held[0].parameter.grad.mul_(2.0)  # type: ignore[union-attr]
-        norm = clip_gradients(held, 1.0)
-        optimizer.step()
-        engine.finish_step()
-        optimizer.zero_grad()
-        seen.append((float(sum_over_ranks(loss)), float(norm)))
-    return seen
+
+
+def train(world: World, case: Case) -> Curve:
+    """The losses and gradient norms that this rank sees."""
+    with mutated(case.mutant):
+        model = MODELS[case.model]
+        data = batches(model)
+        size = GLOBAL_BATCH // world.data_ranks // case.micro_batches
+        engine = Engine(model, TOKENS, 0, world, case.options, case.micro_batches, size)
+        optimizer = build_optimizer(
+            engine.parameters(), OptimizerSpec(name="sgd", lr=0.3, weight_decay=0), world.device
+        )
+        engine.settle(data[0, :1, :-1])
+        return [step(engine, optimizer, batch, case.mutant) for batch in data]
+
+
+def step(
+    engine: Engine, optimizer: torch.optim.Optimizer, batch: torch.Tensor, mutant: str = ""
+) -> tuple[float, float]:
+    """One step on this rank's part of a global batch; the global loss and gradient norm."""
+    world, held = engine.world, engine.held()
+    place = 0 if mutant == "repeated data" else world.data_rank
+    mine = batch.chunk(world.data_ranks)[place]
+    loss = engine.step(mine.view(engine.micro_batches, -1, TOKENS + 1))
+    if mutant == "doubled gradient" and world.rank == world.world_size - 1:
+        held[0].parameter.grad.mul_(2.0)  # type: ignore[union-attr]
+    norm = clip_gradients(held, 1.0)
+    optimizer.step()
+    engine.finish_step()
+    optimizer.zero_grad()
+    return float(sum_over_ranks(loss)), float(norm)
+
+
+@contextmanager
+def mutated(mutant: str) -> Iterator[None]:
+    """The engine without one of its parts."""
+    with pytest.MonkeyPatch.context() as patch:
+        if mutant == "dropped reduction":
+            whole = Engine._micro_batch
+            patch.setattr(Engine, "_micro_batch", lambda self, last: whole(self, last=False))
+        elif mutant == "terms not added":
+            patch.setattr("air_hpc.parallel.engine.settle_gradients", lambda *_: None)
+        elif mutant == "copies apart":
+            patch.setattr(TiedCopies, "add_gradients", lambda _: None)
+        elif mutant == "unsettled embedding":
+            patch.setattr("air_hpc.parallel.engine.settle_embedding", lambda _: None)
+        yield
 
 
 @functools.cache
 def single() -> dict[str, Curve]:
     """What one process makes of each model."""
-    cases = [Case(Mesh(), model) for model in MODELS]
+    cases = [Case(Mesh(), model, 1) for model in MODELS]
     return dict(zip(MODELS, run_ranks(1, train_cases, cases)[0], strict=True))
 
 
@@ -142,7 +173,7 @@ def curves(cases: Sequence[Case]) -> list[Curve]:
 
 
 def gap(curve: Curve, model: str) -> float:
-    """The largest difference of a loss or a norm from the single process; relative above 1."""
+    """The largest difference of a loss or a norm from the single process's; relative above 1."""
     pairs = zip(curve, single()[model], strict=True)
     return max(
         abs(a - b) / max(1.0, abs(b)) for got, want in pairs for a, b in zip(got, want, strict=True)

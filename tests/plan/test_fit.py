@@ -63,4 +63,4 @@ def test_that_nothing_fits_is_said() -> None:
     fit = fit_of(spec_of("model=llama_405b", "train.micro_batch_size=1",
                          "data.sequence_length=131072"))  # fmt: skip
     assert fit.overrides == ()
-    assert "no smaller micro-batch, sharding or offload fits" in fit.sentence()
+    assert "no smaller micro-batch, sharding, recompute or offload fits" in fit.sentence()

@@ -77,29 +77,6 @@ def test_a_relative_runs_folder_gives_an_absolute_store(
     assert plan_of().tracking_uri == f"sqlite:///{tmp_path}/runs/mlflow.db"
 
 
-def test_sharding_divides_what_a_rank_holds() -> None:
-    base = ["model=llama_8b", "cluster=slurm", "launch.devices_per_node=8"]
-    whole = plan_of(*base).memory_per_rank
-    shared = plan_of(*base, "parallelism=fsdp").memory_per_rank
-    parameters = 8_030_261_248
-    assert whole.weights_bytes == 4 * parameters
-    assert whole.gradients_bytes == 4 * parameters
-    assert whole.optimizer_bytes == 8 * parameters
-    block = 218_112_000
-    assert shared.gradients_bytes == 4 * (-(-parameters // 8)) + (4 + 4) * block
-    assert shared.optimizer_bytes == parameters
-    assert shared.activations_bytes == whole.activations_bytes
-    assert parameters / 2 < shared.weights_bytes < whole.weights_bytes
-    ends = 2 * 128256 * 4096 + 4096  # an untied head is gathered as well
-    assert shared.weights_bytes == 4 * (-(-parameters // 8) + 2 * block + ends)
-    assert whole.total_bytes > shared.total_bytes
-    kept = plan_of(*base, "parallelism=fsdp", "parallelism.reshard_after_forward=false")
-    assert kept.memory_per_rank.weights_bytes > whole.weights_bytes
-    offloaded = plan_of(*base, "parallelism=fsdp", "parallelism.cpu_offload=true").memory_per_rank
-    assert offloaded.optimizer_bytes == 0
-    assert offloaded.weights_bytes > 0
-
-
 def test_an_automatic_micro_batch_fits_into_the_device_where_any_does() -> None:
     """Eight sequences of 8,192 tokens, 436 GB of activations, once were planned for 80 GB."""
     base = ["model=llama_8b", "cluster=slurm", "accelerator=h100_sxm", "parallelism=fsdp"]
@@ -112,21 +89,6 @@ def test_an_automatic_micro_batch_fits_into_the_device_where_any_does() -> None:
     assert twice.memory_per_rank.total_bytes > 80e9
     assert plan_of(*base, "data.sequence_length=65536").micro_batch_size == 1
     assert plan_of("train.global_batch_size=64").micro_batch_size == 8  # a CPU's is not known
-
-
-def test_sgd_keeps_one_moment_or_none() -> None:
-    parameters = plan_of().counts.parameters
-    assert plan_of("optimizer=sgd").memory_per_rank.optimizer_bytes == 4 * parameters
-    plain = plan_of("optimizer=sgd", "optimizer.momentum=0.0")
-    assert plain.memory_per_rank.optimizer_bytes == 0
-
-
-def test_activations_grow_with_tokens_and_shrink_with_precision() -> None:
-    one = plan_of("train.micro_batch_size=1").memory_per_rank.activations_bytes
-    two = plan_of("train.micro_batch_size=2").memory_per_rank.activations_bytes
-    half = plan_of("train.micro_batch_size=1", "train.precision=bf16")
-    assert two == 2 * one
-    assert one / 2 < half.memory_per_rank.activations_bytes < one
 
 
 def test_plan_json_has_the_fields_of_the_design_and_null_for_the_unknown() -> None:
@@ -143,7 +105,7 @@ def test_plan_json_has_the_fields_of_the_design_and_null_for_the_unknown() -> No
         ]
     )
     plan, problems = make_plan(spec)
-    assert problems == []
+    assert [p.key for p in problems if not p.warning] == []
     assert plan is not None
     told = plan_json(plan, spec)
     json.dumps(told, allow_nan=False)

@@ -95,17 +95,129 @@ def test_what_is_wrong_with_restarts_is_told_in_one_pass() -> None:
     ]
 
 
-@pytest.mark.parametrize("axis", ["tp", "pp", "cp", "ep"])
-def test_the_native_engine_refuses_what_it_does_not_train_yet(axis: str) -> None:
-    problems = problems_of(f"parallelism.{axis}=2", "launch.devices_per_node=2")
-    assert any(f"trains with {axis} 1 only" in p.message for p in problems)
+@pytest.mark.parametrize(
+    ("overrides", "key", "says"),
+    [
+        (["tp=4", "+dev=4"], "parallelism.tp", "tp (4) does not divide model.kv_heads (2)"),
+        (["tp=4", "+dev=4"], "parallelism.tp", "Nearest that work: 2"),
+        (["pp=8", "+dev=8"], "parallelism.pp", "pp (8) is more stages than model.layers (4)"),
+        (
+            ["pp=4", "pp_schedule=zbv_zero_bubble", "+dev=4"],
+            "parallelism.pp",
+            "pp (4) × 2 stages on each rank of pp_schedule=zbv_zero_bubble is more than"
+            " model.layers (4); allowed: at most 2",
+        ),
+        (["pp=2", "pp_stages_per_rank=2", "+dev=2"], "parallelism.pp_stages_per_rank", "auto or 1"),
+        (
+            ["pp=2", "pp_schedule=dual_pipe_v", "pp_stages_per_rank=1", "+dev=2"],
+            "parallelism.pp_stages_per_rank",
+            "auto or 2",
+        ),
+        (["cp=3", "+dev=3"], "parallelism.cp", "cp (3) does not divide data.sequence_length (128)"),
+        (["cp=8", "+dev=8"], "parallelism.cp", "cp (8) does not divide model.heads (4)"),
+        (
+            ["cp=64", "cp_method=ring", "+dev=64", "+seq=64", "+batch=64"],
+            "parallelism.cp",
+            "2 · cp (128) pieces, which do not divide data.sequence_length (64)",
+        ),
+        (
+            ["cp=2", "cp_method=ring", "+dev=2", "+softcap"],
+            "parallelism.cp_method",
+            "cannot do model.attention_softcap (50.0); allowed: ulysses",
+        ),
+        (
+            ["cp=2", "cp_method=ring", "+dev=2", "+window"],
+            "parallelism.cp_method",
+            "model.sliding_window (64)",
+        ),
+        (["ep=2", "+dev=2", "dp_shard=2"], "parallelism.ep", "has no experts to spread"),
+        (
+            ["ep=3", "+dev=3", "dp_shard=3", "+moe", "+batch=15"],
+            "parallelism.ep",
+            "ep (3) does not divide model.moe.experts (8); allowed: a divisor of 8. Nearest that"
+            " work: 2 or 4",
+        ),
+        (
+            ["ep=4", "+dev=4", "dp_shard=2", "+moe"],
+            "parallelism.ep",
+            "ep (4) does not divide dp_shard × cp (2 × 1 = 2)",
+        ),
+        (
+            ["ep=4", "+dev=4", "dp_shard=2", "+moe"],
+            "parallelism.ep",
+            "parallelism.dp_shard=4 parallelism.dp_replicate=1",
+        ),
+        (["recompute=budget"], "parallelism.recompute", "Or set train.compile=true"),
+        (
+            ["pp=2", "pp_schedule=zbv_zero_bubble", "recompute=ops", "+dev=2"],
+            "parallelism.recompute",
+            "allowed: none, full",
+        ),
+        (
+            ["pp=2", "pp_schedule=interleaved_zero_bubble", "+compile", "+dev=2"],
+            "train.compile",
+            "Or parallelism.pp_schedule: gpipe, 1f1b, interleaved_1f1b, looped_bfs",
+        ),
+        (
+            ["pp=4", "+dev=4", "+micro=8"],
+            "train.micro_batch_size",
+            "micro-batches of 8 make 2 of a rank's 16 sequences, which pp_schedule=1f1b does not"
+            " take with pp 4; allowed: micro-batches at least pp (4). Nearest that work: 2 or 4",
+        ),
+        (
+            ["pp=2", "pp_schedule=dual_pipe_v", "+dev=2", "+batch=3", "+steps"],
+            "train.global_batch_size",
+            "train.global_batch_size=4",
+        ),
+    ],
+)
+def test_a_degree_that_cuts_what_it_cannot_is_told_with_what_can(
+    overrides: list[str], key: str, says: str
+) -> None:
+    short = {
+        "+softcap": "model.attention_softcap=50.0",
+        "+window": "model.sliding_window=64",
+        "+moe": "model.moe={experts: 8, active_experts: 2}",
+        "+compile": "train.compile=true",
+        "+steps": "train.steps=200",
+    }
+    keys = {"dev": "launch.devices_per_node", "seq": "data.sequence_length"}
+    keys |= {"batch": "train.global_batch_size", "micro": "train.micro_batch_size"}
+    written = []
+    for text in overrides:
+        name, _, value = text.removeprefix("+").partition("=")
+        plain = f"{keys[name]}={value}" if name in keys else f"parallelism.{text}"
+        written.append(short.get(text, plain))
+    found = [p for p in problems_of(*written) if not p.warning]
+    assert {p.key for p in found} == {key}
+    assert says in " | ".join(str(p) for p in found)
 
 
-def test_who_only_plans_is_warned_of_what_this_version_does_not_train() -> None:
+def test_a_group_across_nodes_is_a_warning() -> None:
+    base = ("cluster=slurm", "launch.nodes=2", "tracking.uri=null", "parallelism.tp=2")
+    (warning,) = problems_of(*base, "launch.devices_per_node=1")
+    assert warning.warning
+    assert "does not lie on one node (launch.devices_per_node 1)" in warning.message
+
+
+def test_fp8_is_planned_where_there_is_any_and_not_trained_yet() -> None:
+    base = ("cluster=slurm", "tracking.uri=null", "train.precision=fp8", "parallelism=fsdp")
+    (refused,) = problems_of(*base, "accelerator=a100_sxm_80gb")[:1]
+    assert "accelerator=a100_sxm_80gb has no fp8; allowed: fp32, bf16" in str(refused)
+    assert "computes nothing in fp8" in str(problems_of(*base, "accelerator=cpu")[0])
+    spec = SHARED.compose([*base, "accelerator=h100_sxm", "model=llama_1b"])
+    plan, problems = make_plan(spec, to_run=False)
+    assert plan is not None
+    assert plan.peak_flops_per_device == 1.979e15
+    assert [(p.key, p.warning) for p in problems] == [("train.precision", True)]
+    assert make_plan(spec)[0] is None
+
+
+def test_who_only_plans_another_place_is_not_told_of_this_one() -> None:
     spec = SHARED.compose(["parallelism=fsdp_tp", "launch.nodes=2", "launch.devices_per_node=2"])
     plan, problems = make_plan(spec, to_run=False)
     assert plan is not None
-    assert {p.key for p in problems if p.warning} == {"parallelism.tp"}  # the place is another
+    assert problems == []
     assert make_plan(spec)[0] is None
 
 
