@@ -19,7 +19,7 @@ from air_hpc.parallel.counting import Flops, Memory, Traffic, Watch
 from air_hpc.parallel.engine import Engine
 from air_hpc.parallel.options import EngineOptions
 from air_hpc.parallel.trace import main, trace
-from air_hpc.parallel.traced import TracedEngine, axes_of, fake_world
+from air_hpc.parallel.traced import TracedEngine, fake_world
 from air_hpc.plan.flops import flops_per_token
 from air_hpc.plan.frozen import freeze_run, render_run_yaml
 from air_hpc.plan.types import FlopsPerToken, MemoryPerRank, Mesh, ModelCounts, Plan
@@ -93,7 +93,7 @@ def real(rank: int, rendezvous: str, spec: RunSpec, plan: Plan) -> dict[str, Any
         optimizer.zero_grad(set_to_none=True)
 
     step()
-    flops, traffic, memory = Flops(), Traffic(axes_of(world)), Memory()
+    flops, traffic, memory = Flops(), Traffic(world.axes_of_groups()), Memory()
     with memory, Watch(flops, traffic, memory):
         memory.label("there", *engine.parameters())
         memory.label("there", *(b for part in engine.parts for b in part.buffers()))
