@@ -12,6 +12,7 @@ TINY = ["plan", "launch.devices_per_node=4", "train.global_batch_size=16"]
 
 
 @pytest.mark.torch
+@pytest.mark.full
 def test_the_engine_computes_and_sends_what_is_planned(tmp_path: Path) -> None:
     words = [*TINY, "parallelism=fsdp", "parallelism.recompute=full", "train.micro_batch_size=2"]
     trace = json_of(air_hpc(*words, "--trace", "--rank", "3", "--json", cwd=tmp_path))["trace"]

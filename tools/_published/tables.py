@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from air_hpc.plan.rates import FITTED
 
@@ -106,13 +106,15 @@ def every_run() -> str:
 SECTIONS = {"constants": constants_table, "summary": summary, "every run": every_run}
 
 
-def filled(text: str) -> str:
-    """`text` with every generated section made anew. Raises ValueError where one is missing."""
-    for name, make in SECTIONS.items():
+def filled(text: str, sections: Mapping[str, str] | None = None) -> str:
+    """`text` with every generated section made anew, or with `sections`. Raises ValueError where
+    the page has no place for one."""
+    made = sections or {name: make() for name, make in SECTIONS.items()}
+    for name, body in made.items():
         begin, end = BEGIN.format(name=name), END.format(name=name)
         if text.count(begin) != 1 or text.count(end) != 1:
             raise ValueError(f"the page has not one section {begin}")
         head, _, rest = text.partition(begin)
         tail = rest.partition(end)[2]
-        text = f"{head}{begin}\n\n{make()}\n{end}{tail}"
+        text = f"{head}{begin}\n\n{body}\n{end}{tail}"
     return text
