@@ -126,8 +126,12 @@ def test_a_traced_rank_computes_and_sends_what_a_real_one_does(name: str) -> Non
     fake = run_ranks(1, traced, spec, plan, last)[0]
     found = run_ranks(plan.world_size, real, spec, plan)[last]
     assert fake["flops"] == found["flops"]
-    assert fake["traffic"] == found["traffic"]
+    assert list(fake["traffic"]) == found["traffic"]
     assert fake["memory"]["peak_bytes"] == pytest.approx(found["peak_bytes"], rel=0.02)
+
+
+ONCE = run_of(Mesh(dp_shard=2, tp=2), 1)
+"""Torch's tracker follows one micro-batch alone."""
 
 
 def test_a_traced_mixture_has_the_collectives_of_a_real_one() -> None:
@@ -148,26 +152,28 @@ def by_torch(rank: int, rendezvous: str) -> tuple[int, int]:
     from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 
     del rank, rendezvous
-    spec, plan = CASES["fsdp2-tp2"]
+    spec, plan = ONCE
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     world = fake_world(plan.mesh, 0)
-    engine = TracedEngine(fake, spec.model, TOKENS, 0, world, EngineOptions.of(spec), 2, 2)
+    engine = TracedEngine(fake, spec.model, TOKENS, 0, world, EngineOptions.of(spec), 1, 2)
     with fake:
         optimizer = torch.optim.SGD(engine.parameters(), momentum=0.9, foreach=False)
-        tokens = torch.zeros(2, 2, TOKENS + 1, dtype=torch.long)
-        for _ in range(2):
-            tracker: Any = FSDPMemTracker(engine.parts[0], optimizer)
-            tracker.track_inputs((tokens,))
+        tokens = torch.zeros(1, 2, TOKENS + 1, dtype=torch.long)
+        tracker: Any = contextlib.nullcontext()
+        for _ in range(2):  # it would count what DTensor runs once to find out shapes
             with tracker:
                 engine.step(tokens)
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
+            if isinstance(tracker, contextlib.nullcontext):
+                tracker = FSDPMemTracker(engine.parts[0], optimizer)
+                tracker.track_inputs((tokens,))
     (peak,) = tracker.get_tracker_snapshot("peak").values()
     return peak["Total"], sum(p.to_local().numel() for p in engine.parameters())
 
 
 def test_the_peak_is_what_torch_s_own_tracker_finds() -> None:
-    spec, plan = CASES["fsdp2-tp2"]
+    spec, plan = ONCE
     found = run_ranks(1, traced, spec, plan, 0)[0]
     peak, parameters = run_ranks(1, by_torch)[0]
     assert found["memory"]["peak_bytes"] == pytest.approx(peak, rel=0.01)
