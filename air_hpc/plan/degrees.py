@@ -53,6 +53,9 @@ def model_shape(spec: RunSpec) -> Iterable[Problem]:
             f" {model.head_width}, and rotary embeddings turn pairs",
             "an even head width",
         )
+    if model.global_every is not None and model.sliding_window is None:
+        message = "every layer sees all tokens where model.sliding_window is null"
+        yield Problem("model.global_every", str(model.global_every), message, "null", warning=True)
     moe = model.moe
     if moe is None:
         return

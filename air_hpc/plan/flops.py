@@ -139,8 +139,8 @@ def count_parameters(model: ModelSpec) -> ModelCounts:
 def attended_tokens(sequence_length: int, window: int | None) -> float:
     """How many tokens a position attends to, in the mean over a sequence.
 
-    The area under the mask by the sequence length: T/2, as the causal convention has it (a position
-    counts half of itself), and w - w²/2T with a window of w < T.
+    The area under the mask by the sequence length: T/2, as the causal convention has it (half of T²
+    where T (T + 1) / 2 pairs are computed), and w - w²/2T with a window of w < T.
     """
     if window is None or window >= sequence_length:
         return sequence_length / 2

@@ -98,6 +98,19 @@ def _accelerator(spec: RunSpec) -> Iterable[Problem]:
         )
 
 
+_POSITIVE_FIGURES = (
+    "memory_bytes",
+    "memory_bandwidth_bytes_per_s",
+    "scale_up_bytes_per_s",
+    "scale_up_devices",
+    "scale_up_latency_s",
+    "scale_out_bytes_per_s",
+    "scale_out_latency_s",
+    "host_link_bytes_per_s",
+    "cost_per_device_hour",
+)
+
+
 def _accelerator_figures(spec: RunSpec) -> Iterable[Problem]:
     device = spec.accelerator
     known = get_args(Precision)
@@ -108,7 +121,7 @@ def _accelerator_figures(spec: RunSpec) -> Iterable[Problem]:
             yield Problem(key, f"{peak:g}", "unknown precision", ", ".join(known), hint)
         elif peak <= 0:
             yield Problem(key, f"{peak:g}", "a peak in FLOP/s", "above 0, or leave it out")
-    for name in ("memory_bytes", "memory_bandwidth_bytes_per_s", "scale_up_bytes_per_s"):
+    for name in _POSITIVE_FIGURES:
         value = getattr(device, name)
         if value is not None and value <= 0:
             yield Problem(f"accelerator.{name}", str(value), "out of range", "above 0 or null")

@@ -8,13 +8,36 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from air_hpc.config.compose import Composer
-from air_hpc.config.spec import ModelSpec, RopeScaling
+from air_hpc.config.spec import ModelSpec, MoeSpec, RopeScaling
 from air_hpc.models import Decoder, initialize, on_meta
 from air_hpc.models.decoder import next_token_loss
 from air_hpc.models.rope import inverse_frequencies, rotate, rotation_table
+from air_hpc.plan.flops import block_flops, flops_per_token, head_flops
 
 SMALL = ModelSpec(dim=32, layers=2, heads=4, kv_heads=2, ffn_dim=64, vocab_size=64)
-LLAMA_8B = Composer().compose(["model=llama_8b"]).model
+SHARED = Composer()
+DEEPSEEK_LIKE = ModelSpec(
+    dim=64,
+    heads=4,
+    kv_heads=4,
+    ffn_dim=192,
+    moe=MoeSpec(
+        experts=16,
+        active_experts=3,
+        shared_experts=2,
+        expert_ffn_dim=24,
+        dense_layers=1,
+        score="sigmoid",
+        balance="bias",
+    ),
+)
+
+
+def model_of(name: str) -> ModelSpec:
+    return SHARED.compose([f"model={name}"]).model
+
+
+LLAMA_8B = model_of("llama_8b")
 CPU = torch.device("cpu")
 
 
@@ -28,13 +51,54 @@ def test_llama_8b_has_the_published_number_of_parameters() -> None:
     assert sum(p.numel() for p in on_meta(LLAMA_8B, 128).parameters()) == 8_030_261_248
 
 
-def test_flops_counted_on_meta_are_those_of_the_full_attention_convention() -> None:
-    tokens = 8192
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("qwen3_0_6b", 596_049_920),
+        ("qwen3_8b", 8_190_735_360),
+        ("qwen3_32b", 32_762_123_264),
+        ("qwen3_30b_a3b", 30_532_122_624),
+        ("gemma2_2b", 2_614_341_888),
+        ("gemma2_9b", 9_241_705_984),
+        ("gemma2_27b", 27_227_128_320),
+        ("mixtral_8x7b", 46_702_792_704),
+        ("mixtral_8x22b", 140_620_634_112),
+    ],
+)
+def test_a_published_model_is_built_with_its_number_of_parameters(
+    name: str, parameters: int
+) -> None:
+    assert sum(p.numel() for p in on_meta(model_of(name), 128).parameters()) == parameters
+
+
+@pytest.mark.parametrize(
+    "name", ["llama_8b", "tiny", "qwen3_tiny", "gemma_tiny", "mixtral_tiny", "deepseek_like"]
+)
+def test_flops_counted_on_meta_are_those_of_the_full_attention_convention(name: str) -> None:
+    tokens = 8192 if name == "llama_8b" else 96
+    spec = DEEPSEEK_LIKE if name == "deepseek_like" else model_of(name)
     with FlopCounterMode(display=False) as counter:
-        model = on_meta(LLAMA_8B, tokens)
+        model = on_meta(spec, tokens)
         model(torch.zeros(1, tokens, dtype=torch.long, device="meta")).sum().backward()
-    per_token = 6 * 7_504_658_432 + 12 * 32 * 4096 * tokens
-    assert counter.get_total_flops() == per_token * tokens
+    assert counter.get_total_flops() == flops_per_token(spec, tokens).palm * tokens
+
+
+def test_forward_flops_on_meta_are_a_third_of_the_planned_ones_module_by_module() -> None:
+    spec, tokens = DEEPSEEK_LIKE, 96
+    with FlopCounterMode(display=False) as counter:
+        on_meta(spec, tokens)(torch.zeros(1, tokens, dtype=torch.long, device="meta"))
+    counts = {name: sum(found.values()) for name, found in counter.get_flop_counts().items()}
+    dense, mixed = (block_flops(spec, layer, tokens) for layer in (0, 1))
+    planned = {
+        "layers.0.feed_forward": dense.feed_forward,
+        "layers.1.attention": mixed.projections + mixed.scores.palm,
+        "layers.1.feed_forward.router": mixed.router,
+        "layers.1.feed_forward.experts": mixed.experts,
+        "layers.1.feed_forward.shared": mixed.shared_experts,
+        "output": head_flops(spec),
+    }
+    for name, flops in planned.items():
+        assert 3 * counts[f"Decoder.{name}"] == flops * tokens, name
 
 
 def test_parameter_names_are_the_stable_ones() -> None:

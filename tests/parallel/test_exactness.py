@@ -215,6 +215,7 @@ def refuse(rank: int, rendezvous: str) -> list[str]:
         (Mesh(pp=2), Options(pp_schedule="1f1b"), 1),
         (Mesh(pp=2), Options(pp_stages_per_rank=2), 2),
         (Mesh(pp=2), Options(pp_schedule="zbv_zero_bubble", recompute="ops"), 2),
+        (Mesh(pp=2), Options(pp_schedule="zbv_zero_bubble", compile=True), 2),
         (Mesh(dp_shard=2), Options(recompute="budget"), 1),
         (Mesh(dp_shard=2, ep=2), Options(), 1),
     ]
@@ -233,6 +234,7 @@ def test_what_cannot_be_is_refused_by_its_key() -> None:
         "parallelism.pp_schedule",
         "parallelism.pp_stages_per_rank",
         "parallelism.recompute",
+        "train.compile",
         "parallelism.recompute",
         "parallelism.ep",
     ]

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from air_hpc.config.spec import ModelSpec, MoeSpec
 from air_hpc.models import initialize, on_meta
 from air_hpc.models.decoder import Decoder, next_token_loss
-from air_hpc.models.moe import Experts, moe_layers
+from air_hpc.models.moe import Experts, moe_layers, run_here
 from air_hpc.parallel.expert import ExpertParallelDispatch
 from tests.torch_ranks import run_ranks
 
@@ -131,30 +131,42 @@ def test_ranks_whose_experts_get_no_token_take_part_with_gradients_of_zero() -> 
         assert used.tolist() == [False] * 7 + [True]
 
 
-def uneven_rows(rank: int, rendezvous: str) -> list[Any]:
-    """What a rank that has none, or five, rows of its own gets, beside what it should get."""
+UNEVEN = [
+    ([0, 3, 0, 2], torch.float32),
+    ([0, 3, 0, 2], torch.bfloat16),
+    ([5, 0, 0, 0], torch.float32),
+    ([5, 0, 0, 0], torch.bfloat16),
+]
+"""How many of rank 0's rows go to which of four experts, two of them on each rank. Rank 1 has no
+rows of its own, and in the last two cases gets none. bfloat16 takes torch's grouped product."""
+
+
+def uneven_rows(rank: int, rendezvous: str) -> list[list[Any]]:
+    """For each case what a rank gets, beside what it should get."""
     dist.init_process_group("gloo", store=dist.FileStore(rendezvous, 2), rank=rank, world_size=2)
-    torch.manual_seed(5)
-    here = Experts(2, 8, 8, "silu")
-    everything = Experts(4, 8, 8, "silu")
-    rows, counts = torch.randn(5, 8), torch.tensor([0, 3, 0, 2])
-    with torch.no_grad():
-        for whole, part in zip(everything.parameters(), here.parameters(), strict=True):
-            whole.normal_()
-            part.copy_(whole.chunk(2)[rank])
-    if rank == 1:
-        rows, counts = rows[:0], torch.zeros(4, dtype=torch.long)
-    rows.requires_grad_()
-    got = ExpertParallelDispatch(dist.group.WORLD)(rows, counts, here)
-    (sent_back,) = torch.autograd.grad(got.square().sum(), rows, retain_graph=True)
-    wanted = everything(rows, counts)
-    (gradient,) = torch.autograd.grad(wanted.square().sum(), rows)
-    return [result.tolist() for result in (got, wanted, sent_back, gradient)]
+    dispatch = ExpertParallelDispatch(dist.group.WORLD)
+    found = []
+    for counts, dtype in UNEVEN:
+        torch.manual_seed(5)
+        here, everything = (Experts(n, 8, 8, "silu").to(dtype) for n in (2, 4))
+        rows = torch.randn(5 * (1 - rank), 8, dtype=dtype, requires_grad=True)
+        with torch.no_grad():
+            for whole, part in zip(everything.parameters(), here.parameters(), strict=True):
+                whole.copy_(torch.randn(whole.shape))
+                part.copy_(whole.chunk(2)[rank])
+        mine = torch.tensor(counts) * (1 - rank)
+        results: list[Tensor] = []
+        for compute, experts in ((dispatch, here), (run_here, everything)):
+            out = compute(rows, mine, experts)
+            (sent_back,) = torch.autograd.grad(out.square().sum(), rows)
+            results += [out, sent_back]
+        found.append([result.float().tolist() for result in results])
+    return found
 
 
-def test_a_rank_without_rows_of_its_own_still_serves_the_others() -> None:
-    results = run_ranks(2, uneven_rows)
-    assert [len(got) for got, *_ in results] == [5, 0]
-    for got, wanted, sent_back, gradient in results:
-        torch.testing.assert_close(torch.tensor(got), torch.tensor(wanted))
-        torch.testing.assert_close(torch.tensor(sent_back), torch.tensor(gradient))
+def test_a_rank_without_rows_of_its_own_or_for_it_still_takes_part() -> None:
+    for rank, cases in enumerate(run_ranks(2, uneven_rows)):
+        for got, sent_back, wanted, gradient in cases:
+            assert len(got) == 5 * (1 - rank)
+            torch.testing.assert_close(torch.tensor(got), torch.tensor(wanted))
+            torch.testing.assert_close(torch.tensor(sent_back), torch.tensor(gradient))

@@ -19,12 +19,29 @@ def test_the_default_run_has_no_problem() -> None:
     assert problems_of() == []
 
 
+def test_heads_of_a_width_of_their_own_need_not_divide_the_model() -> None:
+    assert problems_of("model.dim=130", "model.head_dim=32") == []
+
+
+def test_global_layers_among_layers_that_are_all_global_are_a_warning() -> None:
+    (problem,) = problems_of("model.global_every=2")
+    assert problem.warning
+    assert problem.key == "model.global_every"
+
+
 @pytest.mark.parametrize(
     ("overrides", "key", "says"),
     [
         (["model.dim=130"], "model.heads", "heads (4) does not divide model.dim (130)"),
         (["model.kv_heads=3"], "model.kv_heads", "kv_heads (3) does not divide model.heads (4)"),
         (["model.dim=20"], "model.heads", "a head of 5"),
+        (["model.head_dim=15"], "model.head_dim", "an even head width"),
+        (
+            ["model=mixtral_tiny", "model.moe.active_experts=9"],
+            "model.moe.active_experts",
+            "1 to 8",
+        ),
+        (["model=mixtral_tiny", "model.moe.dense_layers=4"], "model.moe.dense_layers", "below 4"),
         (["launch.devices_per_node=3"], "train.global_batch_size", "Nearest that work: 15 or 18"),
         (["train.micro_batch_size=5"], "train.micro_batch_size", "Nearest that work: 4 or 8"),
         (["schedule.warmup_steps=200"], "schedule.warmup_steps", "train.steps (200)"),
