@@ -54,21 +54,6 @@ def fake_world(degrees: Mesh, rank: int) -> World:
     return World(rank, 0, size, torch.device("cpu"), degrees, mesh, group, 60.0, experts)
 
 
-def axes_of(world: World) -> dict[str, list[str]]:
-    """The axes of each group of more than one rank, by the group's name."""
-    found: dict[str, list[str]] = {}
-    meshes = [world.mesh] if world.expert_mesh is None else [world.mesh, world.expert_mesh]
-    axes = [(mesh, axis) for mesh in meshes for axis in mesh.mesh_dim_names or ()]
-    if world.degrees.cp > 1:
-        axes.append((world.mesh, "fsdp"))
-    for mesh, axis in axes:
-        group = mesh.get_group(axis)
-        named = found.setdefault(group.group_name, [])
-        if group.size() > 1 and axis not in named:
-            named.append(axis)
-    return found
-
-
 class TracedEngine(Engine):
     """An engine whose steps are counted. Made, and used, with `fake` not active."""
 
@@ -76,7 +61,7 @@ class TracedEngine(Engine):
         self.fake = fake
         self.watch = Watch()
         super().__init__(*args)
-        self.memory, self.traffic = Memory(), Traffic(axes_of(self.world))
+        self.memory, self.traffic = Memory(), Traffic(self.world.axes_of_groups())
         self.stages: list[PlayedStage] = []
         if self._pipeline is not None:
             played = _PlayedPipeline(self._pipeline, self)
