@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from air_hpc.config.compose import Composer, SweepTask
     from air_hpc.config.spec import RunSpec
     from air_hpc.launch.prepare import Task as LaunchTask
+    from air_hpc.plan.candidate import Found
     from air_hpc.plan.types import Plan
 
 _PROGRESS_FROM_TASKS = 50
@@ -45,11 +46,18 @@ add, ~key to delete; their order among options does not matter."""
 
 @dataclass(frozen=True)
 class Task:
-    """One run to be: its overrides, and what they come to."""
+    """One run to be: its overrides, and what they come to.
+
+    `asked` is the spec as it was composed, which differs from `spec` where the planner decided
+    parallelism=auto (`found`: how).
+    """
 
     overrides: tuple[str, ...]
     spec: RunSpec
     plan: Plan
+    asked: RunSpec
+    found: Found | None = None
+    measured_flops_per_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -129,12 +137,12 @@ def make_tasks(
     unsure = frozenset(problem.key for problem in problems if not problem.warning)
     tasks = []
     for overrides, spec in composed:
-        plan, problems = _planned(spec, unsure, to_run)
+        task, problems = _planned(spec, overrides, unsure, to_run)
         found.update(dict.fromkeys(problems))
         if more is not None:
             found.update(dict.fromkeys(more(spec)))
-        if plan is not None:
-            tasks.append(Task(overrides, spec, plan))
+        if task is not None:
+            tasks.append(task)
     if when_wrong is not None and not all(problem.warning for problem in found):
         for _, spec in composed:
             found.update(dict.fromkeys(when_wrong(spec)))
@@ -147,11 +155,20 @@ Checks = Callable[["RunSpec"], Sequence[Problem]]
 
 
 def _planned(
-    spec: RunSpec, unsure: frozenset[str], to_run: bool
-) -> tuple[Plan | None, list[Problem]]:
-    from air_hpc.plan.make import make_plan
+    spec: RunSpec, overrides: tuple[str, ...], unsure: frozenset[str], to_run: bool
+) -> tuple[Task | None, list[Problem]]:
+    from air_hpc.plan.calibration import measured_matmul
+    from air_hpc.plan.make import make_plan, threads_per_worker
+    from air_hpc.plan.search import resolve_auto
 
-    return make_plan(spec, unsure=unsure, to_run=to_run)
+    measured = measured_matmul(spec, threads_per_worker(spec))
+    if unsure:
+        return None, make_plan(spec, unsure=unsure, to_run=to_run)[1]
+    decided, found, problems = resolve_auto(spec, overrides, measured_flops_per_s=measured)
+    plan, more = make_plan(decided, to_run=to_run, measured_flops_per_s=measured)
+    if plan is None or problems:
+        return None, [*problems, *more]
+    return Task(overrides, decided, plan, spec, found, measured), more
 
 
 @contextmanager

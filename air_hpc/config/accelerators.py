@@ -55,7 +55,14 @@ def figures_wanted(name: str) -> str:
     A figure left null is unknown, and so is what depends on it; none is ever taken from another
     device.
     """
-    unknown = ("memory_bytes", "memory_bandwidth_bytes_per_s", "scale_up_bytes_per_s")
+    unknown = (
+        "memory_bytes",
+        "memory_bandwidth_bytes_per_s",
+        "scale_up_bytes_per_s",
+        "scale_up_devices",
+        "scale_out_bytes_per_s",
+        "matmul_ceiling",
+    )
     lines = [
         f"name: {name}",
         "kind: cuda  # or rocm, cpu, neuron, hpu",

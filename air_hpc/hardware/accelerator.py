@@ -23,6 +23,12 @@ class AcceleratorSpec:
     without vendor and memory size unless those tell models apart; the longest is matched first.
     `matmul_ceiling` is the part of the bf16 peak that the best matmul is known to reach.
     `peak_source` is `datasheet` or `measured` (a CPU: measured once for each machine).
+
+    `scale_up` is the fast link inside a domain of `scale_up_devices` (None: a node), `scale_out`
+    one device's share of the network between domains, as in the vendor's reference system: a site
+    with another network overrides it. A latency is that of one hop; None leaves it out.
+    `host_link_bytes_per_s` is between a device and its host. `cost_per_device_hour` is an input,
+    in whatever currency it is given in.
     """
 
     name: str
@@ -32,7 +38,13 @@ class AcceleratorSpec:
     memory_bytes: int | None = None
     memory_bandwidth_bytes_per_s: float | None = None
     scale_up_bytes_per_s: float | None = None
+    scale_up_devices: int | None = None
+    scale_up_latency_s: float | None = None
+    scale_out_bytes_per_s: float | None = None
+    scale_out_latency_s: float | None = None
+    host_link_bytes_per_s: float | None = None
     matmul_ceiling: float | None = None
+    cost_per_device_hour: float | None = None
     unsupported_precisions: tuple[Precision, ...] = ()
     peak_source: Literal["datasheet", "measured"] = "datasheet"
     source: str = ""

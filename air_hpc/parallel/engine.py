@@ -46,8 +46,8 @@ from air_hpc.parallel.world import World
 class Engine:
     """A model on its mesh. `parts` are what this rank holds of it, in the model's order.
 
-    `micro_batches` of `micro_batch_size` sequences of `sequence_length`
-    tokens are a rank's part of a step.
+    `micro_batches` of `micro_batch_size` sequences of `sequence_length` tokens are a rank's part
+    of a step.
     """
 
     def __init__(

@@ -45,7 +45,8 @@ _WORLD = "default_pg"
 class Operation:
     """A collective or point-to-point operation as the flight recorder has it.
 
-    `group` is the mesh axis (or `world`, or torch's own name), `ranks` its members, `sizes` the
+    `group` is the mesh axis (two where they are one group; `world`, or torch's own name, where it
+    is none), `ranks` its members, `sizes` the
     shapes of what went in, `dtypes` their types, `number` its number in the group.
     """
 
@@ -94,17 +95,20 @@ class CollectiveFailed(EnvironmentFailure):
 
 
 @contextmanager
-def naming_collectives(rank: int, host: str) -> Iterator[None]:
+def naming_collectives(
+    rank: int, host: str, axes: Mapping[str, Sequence[str]] | None = None
+) -> Iterator[None]:
     """Raise CollectiveFailed in the place of what a collective library raises in this context.
 
-    Any other exception goes through as it is.
+    `axes` are those of each group (`World.axes_of_groups`). Any other exception goes through as it
+    is.
     """
     try:
         yield
     except RuntimeError as error:
         if not of_a_collective(error):
             raise
-        raise CollectiveFailed(rank, host, _failed_operation(), str(error)) from error
+        raise CollectiveFailed(rank, host, _failed_operation(axes or {}), str(error)) from error
 
 
 def of_a_collective(error: BaseException) -> bool:
@@ -114,17 +118,22 @@ def of_a_collective(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and _MARKS.search(str(error)) is not None
 
 
-def _failed_operation() -> Operation | None:
+def _failed_operation(axes: Mapping[str, Sequence[str]]) -> Operation | None:
     try:
-        return pick(recorded(), memberships())
+        return pick(recorded(), memberships(), axes)
     except Exception:  # whatever the recorder raises, the failure itself must be told
         return None
 
 
 def pick(
-    entries: Sequence[Mapping[str, Any]], groups: Mapping[str, Membership]
+    entries: Sequence[Mapping[str, Any]],
+    groups: Mapping[str, Membership],
+    axes: Mapping[str, Sequence[str]],
 ) -> Operation | None:
-    """The operation that failed: the oldest in flight, else the newest; None without entries."""
+    """The operation that failed: the oldest in flight, else the newest; None without entries.
+
+    `groups` and `axes` are by the groups' names.
+    """
     if not entries:
         return None
     waiting = [e for e in entries if not e.get("retired") and e.get("state") != "completed"]
@@ -135,7 +144,7 @@ def pick(
     return Operation(
         name=str(entry.get("profiling_name", "?")).rpartition(":")[2],
         number=int(number),
-        group=_axis(group.description, str(name)),
+        group="/".join(axes.get(str(name), ())) or _axis(group.description, str(name)),
         ranks=group.ranks,
         sizes=tuple(tuple(map(int, size)) for size in entry.get("input_sizes", ())),
         dtypes=tuple(str(dtype).lower() for dtype in entry.get("input_dtypes", ())),

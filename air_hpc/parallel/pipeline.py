@@ -27,7 +27,7 @@ from torch.distributed.pipelining.schedules import (
 from torch.distributed.tensor import DTensor
 
 from air_hpc.config.spec import ModelSpec
-from air_hpc.errors import BadInput
+from air_hpc.errors import BadInput, Problem, raise_if_any
 from air_hpc.models import Decoder
 from air_hpc.parallel.options import EngineOptions
 from air_hpc.parallel.world import World
@@ -83,7 +83,7 @@ def cut_of(model: ModelSpec, sequence_length: int, world: World, options: Engine
 class Pipeline:
     """This rank's stages under their schedule.
 
-    Raises BadInput for a number of micro-batches that the schedule cannot do.
+    Raises BadInput for what the schedule cannot do, a number of micro-batches for one.
     """
 
     def __init__(
@@ -95,14 +95,7 @@ class Pipeline:
         options: EngineOptions,
         loss: Callable[[Tensor, Tensor], Tensor],
     ) -> None:
-        if options.pp_schedule in SPLIT_BACKWARD and options.recompute == "ops":
-            raise BadInput.single(
-                "parallelism.recompute",
-                "ops",
-                f"pp_schedule={options.pp_schedule} goes over each block's graph twice, and what"
-                " was computed again by operation can be used once",
-                allowed="none, full",
-            )
+        _refuse_two_passes(options)
         self._parts = list(parts)
         stages = [
             PipelineStage(
@@ -180,6 +173,21 @@ class TiedCopies:
             gradients[1].copy_(gradients[0])
         elif gradients and self._group is not None:
             dist.all_reduce(gradients[0], group=self._group)
+
+
+def _refuse_two_passes(options: EngineOptions) -> None:
+    """Gradients of activations and of weights, each by a pass of its own over a block's graph."""
+    if options.pp_schedule not in SPLIT_BACKWARD:
+        return
+    twice = f"pp_schedule={options.pp_schedule} goes over each block's graph twice"
+    problems = []
+    if options.recompute == "ops":
+        why = f"{twice}, and what was computed again by operation can be used once"
+        problems.append(Problem("parallelism.recompute", "ops", why, allowed="none, full"))
+    if options.compile:
+        why = f"{twice}, and a compiled block's cannot be parted"
+        problems.append(Problem("train.compile", "true", why, allowed="false"))
+    raise_if_any(problems)
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -46,7 +46,9 @@ def gradient_norm(held: Sequence[Held]) -> Tensor:
     if all(one.copies == world_size for one in held):
         return get_total_norm(by_copies.get(world_size, []))
     squares = [get_total_norm(grads) ** 2 / copies for copies, grads in by_copies.items()]
-    total = torch.stack(squares).sum()
+    total = (
+        torch.stack(squares).sum() if squares else torch.zeros((), device=held[0].parameter.device)
+    )
     dist.all_reduce(total)
     return total.sqrt()
 

@@ -32,7 +32,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from air_hpc.config.spec import ModelSpec
 from air_hpc.models import Decoder
-from air_hpc.parallel.counting import ACTIVATIONS, GRADIENTS, Memory, Traffic, Watch
+from air_hpc.parallel.counting import ACTIVATIONS, BUFFERS, GRADIENTS, Memory, Traffic, Watch
 from air_hpc.parallel.engine import Engine
 from air_hpc.parallel.pipeline import Flow, Pipeline
 from air_hpc.parallel.shard import is_plain
@@ -54,21 +54,6 @@ def fake_world(degrees: Mesh, rank: int) -> World:
     return World(rank, 0, size, torch.device("cpu"), degrees, mesh, group, 60.0, experts)
 
 
-def axes_of(world: World) -> dict[str, list[str]]:
-    """The axes of each group of more than one rank, by the group's name."""
-    found: dict[str, list[str]] = {}
-    meshes = [world.mesh] if world.expert_mesh is None else [world.mesh, world.expert_mesh]
-    axes = [(mesh, axis) for mesh in meshes for axis in mesh.mesh_dim_names or ()]
-    if world.degrees.cp > 1:
-        axes.append((world.mesh, "fsdp"))
-    for mesh, axis in axes:
-        group = mesh.get_group(axis)
-        named = found.setdefault(group.group_name, [])
-        if group.size() > 1 and axis not in named:
-            named.append(axis)
-    return found
-
-
 class TracedEngine(Engine):
     """An engine whose steps are counted. Made, and used, with `fake` not active."""
 
@@ -76,7 +61,7 @@ class TracedEngine(Engine):
         self.fake = fake
         self.watch = Watch()
         super().__init__(*args)
-        self.memory, self.traffic = Memory(), Traffic(axes_of(self.world))
+        self.memory, self.traffic = Memory(), Traffic(self.world.axes_of_groups())
         self.stages: list[PlayedStage] = []
         if self._pipeline is not None:
             played = _PlayedPipeline(self._pipeline, self)
@@ -150,12 +135,25 @@ class PlayedStage:
     """One stage of the rank. `stage` is torch's, which knows its place and FSDP's reduction.
 
     `held_bytes` is what a micro-batch leaves in it between its forward and its backward pass.
+    Torch's stages have room for what each of a step's micro-batches receives, all through the step:
+    activations from the stage before, their gradients from the one after.
     """
 
     def __init__(self, part: Decoder, stage: Any) -> None:
         self.part = part
         self.stage = stage
         self.held_bytes = 0
+        self.activations: list[Tensor] = []
+        self.gradients: list[Tensor] = []
+
+    def make_room(self, flow: Flow) -> list[Tensor]:
+        """For what is received."""
+        sides = (not self.part.first, not self.part.last)
+        self.activations, self.gradients = (
+            [torch.empty(flow.stream, dtype=flow.dtype) for _ in range(flow.micro_batches * side)]
+            for side in sides
+        )
+        return [*self.activations, *self.gradients]
 
     @property
     def number(self) -> int:
@@ -179,42 +177,48 @@ class _PlayedPipeline:
     def run(self, inputs: Tensor, targets: Tensor) -> Tensor | None:
         """As `Pipeline.run`, with as many micro-batches as `inputs` holds."""
         size = self._engine.flow.micro_batch_size
-        for tokens, wanted in zip(
-            torch.split(inputs, size), torch.split(targets, size), strict=True
-        ):
+        for stage in self.stages:
+            self._engine.memory.label(BUFFERS, *stage.make_room(self._engine.flow))
+        each = zip(torch.split(inputs, size), torch.split(targets, size), strict=True)
+        for index, (tokens, wanted) in enumerate(each):
             self._engine.begin()
-            ends = [self._forward(stage, tokens, wanted) for stage in self.stages]
+            ends = [self._forward(stage, index, tokens, wanted) for stage in self.stages]
             for stage in reversed(self.stages):
-                self._backward(stage, *ends.pop())
+                self._backward(stage, index, *ends.pop())
         self._engine.begin()
         for stage in self.stages:
             stage.stage.perform_reduce_grad(1)
         return None
 
-    def _forward(self, stage: PlayedStage, tokens: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-        """(what entered, what left: the loss where it is the last)."""
-        part, memory, flow = stage.part, self._engine.memory, self._engine.flow
+    def _forward(
+        self, stage: PlayedStage, index: int, tokens: Tensor, wanted: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(what entered, what left, the loss of the last stage)."""
+        part, memory = stage.part, self._engine.memory
         before = memory.live_by_label()
-        entered = tokens
-        if not part.first:
-            entered = torch.empty(flow.stream, dtype=flow.dtype, requires_grad=True)
+        entered = tokens if part.first else stage.activations[index].requires_grad_()
         if isinstance(part, FSDPModule):  # as torch's stages do, until the last micro-batch
             part.set_is_last_backward(False)
             part.set_reshard_after_backward(False)
             part.set_requires_gradient_sync(False)
         left: Tensor = part(entered)
-        if part.last:
-            left = self._loss(left, wanted)
-        else:
+        loss = self._loss(left, wanted) if part.last else None
+        if not part.last:
             self._send(left, stage.number + 1)
         after = memory.live_by_label()
         stage.held_bytes = after.get(ACTIVATIONS, 0) - before.get(ACTIVATIONS, 0)
-        return entered, left
+        return entered, left, loss
 
-    def _backward(self, stage: PlayedStage, entered: Tensor, left: Tensor) -> None:
-        left.backward(torch.ones_like(left))  # type: ignore[no-untyped-call]
+    def _backward(
+        self, stage: PlayedStage, index: int, entered: Tensor, left: Tensor, loss: Tensor | None
+    ) -> None:
+        if loss is None:
+            left.backward(stage.gradients[index])  # type: ignore[no-untyped-call]
+        else:
+            loss.backward()  # type: ignore[no-untyped-call]
         if entered.grad is not None:
             self._send(entered.grad, stage.number - 1)
+            entered.grad = None
 
     def _send(self, tensor: Tensor, to: int) -> None:
         if to not in self._mine:

@@ -82,6 +82,25 @@ class World:
         """Which of the `stage_ranks` this worker is."""
         return self.rank % self.stage_ranks
 
+    def axes_of_groups(self) -> dict[str, tuple[str, ...]]:
+        """The axes of each group of more than one rank, by torch's name of the group.
+
+        Torch describes a group by its axis, but where an axis spans all ranks: that is its default
+        group, which two axes may share.
+        """
+        found: dict[str, list[str]] = {}
+        axes = [(self.mesh, axis) for axis in MESH_AXES]
+        if self.degrees.cp > 1:
+            axes.append((self.mesh, "fsdp"))
+        if self.expert_mesh is not None:
+            axes += [(self.expert_mesh, axis) for axis in EXPERT_AXES]
+        for mesh, axis in axes:
+            group = mesh[axis].get_group()
+            named = found.setdefault(group.group_name, [])
+            if group.size() > 1 and axis not in named:
+                named.append(axis)
+        return {name: tuple(named) for name, named in found.items() if named}
+
     def group(self, ranks: Sequence[int]) -> ProcessGroup | None:
         """A new group of some ranks under the run's timeout; None where this rank is not in it.
 

@@ -89,7 +89,7 @@ def block_whole(shape: Shape, *, moe: bool) -> float:
         total += shape.norm(q + k) / t
     total += 2 * c * model.dim
     total += _attention(shape)
-    return total + (_experts(shape) if moe else 4 * c * model.ffn_dim / t)
+    return total + (experts_whole(shape) if moe else 4 * c * model.ffn_dim / t)
 
 
 def _attention(shape: Shape) -> float:
@@ -103,7 +103,8 @@ def _attention(shape: Shape) -> float:
     return (kept + (8 + 3 * c) * model.heads * shape.sequence_length) / shape.tp
 
 
-def _experts(shape: Shape) -> float:
+def experts_whole(shape: Shape) -> float:
+    """Of a mixture of experts, of which nothing is computed again."""
     model, c, moe = shape.model, shape.compute_bytes, shape.model.moe
     assert moe is not None
     width = (moe.expert_ffn_dim or model.ffn_dim) / shape.tp
@@ -158,5 +159,7 @@ def logits_kept(shape: Shape) -> float:
 
 @lru_cache(maxsize=1024)
 def logits_peak(shape: Shape) -> float:
-    """More than is kept, where the loss' backward pass begins: two gradients in float32."""
-    return 8 * shape.vocabulary
+    """More than is kept, where the loss' backward pass begins: float32 gradients of the logits, two
+    of them, and a third where they are cut over the vocabulary (`loss_parallel`)."""
+    cut = shape.loss_parallel and shape.tp > 1
+    return (12 if cut else 8) * shape.vocabulary

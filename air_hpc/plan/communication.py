@@ -11,8 +11,8 @@ in compute precision):
 
 - tp, with sequence parallelism: a block gathers X before attention and before its feed-forward and
   reduce-scatters X after each; the backward pass does the same mirrored. So do the embedding (a
-  reduce-scatter) and the head (a gather). Norms' gradients are summed. `loss_parallel` reduces
-  three numbers a token; without it the logits are gathered.
+  reduce-scatter) and the head (a gather). Gradients of norms and routers are summed.
+  `loss_parallel` reduces three numbers a token; without it the logits are gathered.
 - dp_shard (over dp_shard × cp): each FSDP unit (a block, the ends) is gathered in compute precision
   and its gradient reduce-scattered in float32: for each micro-batch, blocks once more in the
   backward pass with `reshard_after_forward`; in a pipeline once a step. Experts go over the ranks
@@ -177,7 +177,7 @@ def _tensor(place: _Place) -> Iterator[Traffic]:
         yield item("blocks again", "all_gather", "backward", 2 * layers, x)
     if recompute == "full":
         yield item("blocks again", "reduce_scatter", "backward", layers, x)
-    yield _norms(place, ranks, near)
+    yield from _replicated(place, ranks, near)
     if any(stage.first for stage in place.stages):
         yield item("embedding", "reduce_scatter", "forward", 1, x)
         yield item("embedding", "all_gather", "backward", 1, x)
@@ -191,16 +191,19 @@ def _tensor(place: _Place) -> Iterator[Traffic]:
             yield item("logits", "all_gather", "forward", 1, logits)
 
 
-def _norms(place: _Place, ranks: int, near: int) -> Traffic:
-    """Gradients of norms, one term on each rank: summed once for all micro-batches of a pipeline,
-    then in float32, else for each."""
+def _replicated(place: _Place, ranks: int, near: int) -> Iterator[Traffic]:
+    """Gradients of norms and routers, one term on each rank: summed once for all micro-batches of a
+    pipeline, then in float32, else for each."""
     model, n = place.spec.model, place.micro_batches
-    count = (4 if model.post_norms else 2) * place.layers
-    count += sum(stage.last for stage in place.stages)
+    norms = (4 if model.post_norms else 2) * place.layers
+    norms += sum(stage.last for stage in place.stages)
+    routers = sum(model.is_moe(layer) for stage in place.stages for layer in stage.layers)
+    experts = 0 if model.moe is None else model.moe.experts
     once = place.mesh.pp > 1
-    size = 4 if once and n > 1 else place.c
-    calls = count if once else count * n
-    return Traffic("tp", "norms", "all_reduce", "backward", calls, size * model.dim, ranks, near)
+    size = model.dim * (4 if once and n > 1 else place.c)
+    for what, count, width in (("norms", norms, 1), ("routers", routers, experts)):
+        calls = count if once else count * n
+        yield Traffic("tp", what, "all_reduce", "backward", calls, size * width, ranks, near)
 
 
 def _context(place: _Place) -> Iterator[Traffic]:

@@ -7,7 +7,7 @@ replicated and nothing else is spread, FSDP2 where anything is, nothing on one r
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
@@ -72,8 +72,18 @@ def tokens_of(spec: RunSpec, mesh: Mesh, micro_batch_size: int) -> int:
 
 
 def whole_block(model: ModelSpec, layer: int, mesh: Mesh) -> Parameters:
-    """What a rank holds of a block that FSDP has gathered: its part over tp and ep."""
-    return _over(block_parts(model, layer), mesh)
+    """What a rank holds of a block that FSDP has gathered: its part over tp and ep.
+
+    FSDP cuts stacked experts by expert. Where a rank has fewer than there are ranks to cut them
+    over, or a number that these do not divide, it pads: what is gathered has whole experts of
+    nothing, and some ranks keep more than others (counted is the rank that keeps most).
+    """
+    parts, moe = block_parts(model, layer), model.moe
+    if moe is None or not parts.experts:
+        return _over(parts, mesh)
+    here, ranks = moe.experts // mesh.ep, max(1, mesh.shard_size // mesh.ep)
+    padded = -(-here // ranks) * ranks * mesh.ep
+    return _over(replace(parts, experts=parts.experts // moe.experts * padded), mesh)
 
 
 def whole_ends(model: ModelSpec, stage: Stage, mesh: Mesh) -> Parameters:

@@ -1,30 +1,27 @@
 """Makes the Plan of a RunSpec: every `auto` resolved, every figure that follows, every problem.
 
-Arithmetic only, no I/O beyond asking how many processors this machine has. Nothing here guesses a
-step time: that takes a calibration.
+Arithmetic only, no I/O beyond asking how many processors this machine has. The step time is null
+where a figure of the device is missing.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 
 from air_hpc.config.spec import RunSpec
 from air_hpc.errors import Problem
 from air_hpc.plan.flops import count_parameters, flops_per_token
+from air_hpc.plan.limits import AUTO_MICRO_BATCH_MAX
 from air_hpc.plan.memory import memory_per_rank, state_bytes
 from air_hpc.plan.mesh import nearest_divisors, resolve_mesh
 from air_hpc.plan.resize import elastic_warning
 from air_hpc.plan.schedule import micro_batches_that_work, stages_per_rank, takes
+from air_hpc.plan.step_time import StepTime, step_time
 from air_hpc.plan.types import Mesh, Plan
 from air_hpc.plan.validity import check_spec, depends_on
-
-AUTO_MICRO_BATCH_MAX = 8
-"""The most sequences that `train.micro_batch_size=auto` puts into one forward.
-
-Fewer where the device's memory is known and the estimate for so many is above it.
-"""
 
 _MOST_TRIED = 4096
 """Micro-batch sizes that are looked at."""
@@ -41,13 +38,15 @@ def make_plan(
     local_cpu_count: int | None = None,
     unsure: Collection[str] = (),
     to_run: bool = True,
+    measured_flops_per_s: float | None = None,
 ) -> tuple[Plan | None, list[Problem]]:
     """The Plan, or None where a problem stands in its way; and all problems, warnings among them.
 
     `local_cpu_count`: processors of this machine (asked for when None), which only
     `cluster.kind=local` needs. `unsure`: keys that already have a problem and so hold a default;
     nothing is said about what depends on them. `to_run`: whether the run is meant to start here
-    with this version; if not, what only stops that is a warning.
+    with this version; if not, what only stops that is a warning. `measured_flops_per_s`: the
+    probe's best matmul of the device, for the step time.
     """
     problems = check_spec(spec, unsure, to_run=to_run)
     mesh, mesh_problems = resolve_mesh(spec)
@@ -61,6 +60,9 @@ def make_plan(
     if mesh is None or unsure or any(not problem.warning for problem in problems):
         return None, problems
     plan = _plan(spec, mesh, micro_batch_size, local_cpu_count)
+    made = step_time(spec, mesh, micro_batch_size, measured_flops_per_s=measured_flops_per_s)
+    if isinstance(made, StepTime):
+        plan = replace(plan, step_time_s=made.total_s)
     return plan, problems + _memory_warning(spec, plan) + elastic_warning(spec, plan)
 
 

@@ -5,9 +5,10 @@ With P the parameters of a rank's stages after tp and ep, S those it keeps of th
 c bytes an element in compute precision:
 
 - weights: 4·S for the float32 masters. FSDP adds gathered copies in compute precision: the ends for
-  the whole step, and of the blocks one at work and `prefetch` ahead, c·B each; all of them without
-  `reshard_after_forward`, and in a pipeline, where they stay from the first micro-batch to the
-  last. A plain bf16 run has autocast's copies of the matrices instead.
+  the whole step, of the blocks one at work and `prefetch` ahead, c·B each (of those ahead not the
+  experts, a unit of their own); all of them without `reshard_after_forward`, and in a pipeline,
+  where they stay from the first micro-batch to the last. A plain bf16 run has autocast's copies of
+  the matrices instead.
 - gradients: float32, 4·S. FSDP adds what it has not scattered yet: a unit's in compute precision
   and in the float32 buffer that is reduced, (c + 4) each, of the ends until the backward pass has
   ended. In a pipeline gradients are summed whole before they are scattered once: 4·P instead.
@@ -15,7 +16,7 @@ c bytes an element in compute precision:
   step over many tensors has 4·S of its own while it runs, as SGD with weight decay has anywhere.
 - activations: `plan.activations`, by token, times the tokens of a micro-batch, times the
   micro-batches in flight (`plan.pipeline_time`).
-- logits: what the loss keeps, and two float32 gradients of the logits where its backward begins. A
+- logits: what the loss keeps, and float32 gradients of the logits where its backward begins. A
   pipeline's last stage holds the logits themselves too, for each micro-batch in flight.
 - buffers: what a block's backward pass has at work beside what was kept, and in a pipeline room for
   what a stage receives: an activation and a gradient for each micro-batch of a step, since torch
@@ -45,6 +46,7 @@ from air_hpc.plan.activations import (
     block_again,
     block_at_work,
     block_kept,
+    experts_whole,
     head_kept,
     logits_kept,
     logits_peak,
@@ -154,8 +156,8 @@ class _Rank:
     def estimate(self, pp_rank: int) -> MemoryPerRank:
         """The most of each part, and the most of all together."""
         optimizer = _optimizer_bytes_per_parameter(self.spec) * self.on_device
-        moments = (self.at_loss(), *self.at_first_block(), self.at_end(), self.at_step())
-        moments = tuple(replace(m, buffers=m.buffers + self.received) for m in moments)
+        moments = [self.at_loss(), *self.at_first_block(), self.at_end(), self.at_step()]
+        moments = [replace(moment, buffers=moment.buffers + self.received) for moment in moments]
         most = {part.name: max(getattr(m, part.name) for m in moments) for part in fields(_Moment)}
         tensors = optimizer + max(moment.total for moment in moments)
         margin = 0.0
@@ -191,11 +193,22 @@ class _Rank:
         return sum_of(whole_ends(self.spec.model, s, self.mesh) for s in self.stages).total
 
     @cached_property
-    def block(self) -> int:
+    def largest(self) -> Parameters:
         """Of the largest block."""
         model = self.spec.model
         layers = (layer for stage in self.stages for layer in stage.layers)
-        return max((whole_block(model, layer, self.mesh).total for layer in layers), default=0)
+        blocks = (whole_block(model, layer, self.mesh) for layer in layers)
+        return max(blocks, key=lambda block: block.total, default=Parameters())
+
+    @property
+    def block(self) -> int:
+        """The same, all of it."""
+        return self.largest.total
+
+    @property
+    def dense(self) -> int:
+        """The same without its experts, which are a unit of FSDP's of their own."""
+        return self.largest.total - self.largest.experts
 
     @cached_property
     def on_device(self) -> int:
@@ -208,12 +221,12 @@ class _Rank:
     def stays_gathered(self) -> bool:
         return self.mesh.pp > 1 or not self.spec.parallelism.reshard_after_forward
 
-    def copies(self, blocks: int) -> float:
-        """Weights in compute precision, `blocks` of the blocks gathered."""
+    def copies(self, of_blocks: int) -> float:
+        """Weights in compute precision, of the blocks so many parameters gathered."""
         c = self.shape.compute_bytes
         if self.wrapper != "fsdp":
             return c * self.parameters.matrices if c < _MASTER_BYTES else 0.0
-        gathered = self.ends + blocks * self.block
+        gathered = self.ends + of_blocks
         if self.stays_gathered or gathered > self.parameters.total:
             gathered = self.parameters.total
         return float(c * gathered)
@@ -231,6 +244,13 @@ class _Rank:
     @cached_property
     def activations(self) -> float:
         return sum(self.held[stage.number] * self.kept[stage.number] for stage in self.stages)
+
+    @cached_property
+    def still_sent(self) -> float:
+        """The buffer in which the ends' gradients of the micro-batch before were reduced: FSDP lets
+        go of it at the next reduction."""
+        again = self.wrapper == "fsdp" and self.mesh.pp == 1 and self.micro_batches > 1
+        return 4.0 * self.ends if again else 0.0
 
     @cached_property
     def received(self) -> float:
@@ -253,11 +273,11 @@ class _Rank:
             kept += self.tokens * self.shape.compute_bytes * self.shape.vocabulary
         logits = self.held[last[0].number] * kept + self.tokens * logits_peak(self.shape)
         weights = _MASTER_BYTES * self.on_device + self.copies(0)
-        return _Moment(weights, self.summed, self.activations, logits)
+        return _Moment(weights, self.summed, self.activations, logits, self.still_sent)
 
     def at_first_block(self) -> tuple[_Moment, _Moment]:
-        """The backward pass of the last block, which runs first: at work, and when it is done and
-        its gradients are on the way. The head's is done."""
+        """The backward pass of the last block, which runs first, and when it (or its experts) is
+        done and its gradients are on the way. The head's is done."""
         c, model, tokens = self.shape.compute_bytes, self.spec.model, self.tokens
         layers = {model.is_moe(layer) for stage in self.stages for layer in stage.layers}
         again = max((block_again(self.shape, moe=moe) for moe in layers), default=0.0)
@@ -267,9 +287,12 @@ class _Rank:
         head = whole_ends(model, last[0], self.mesh).total if last else 0
         if last and last[0].first and not model.tied_head:
             head //= 2
-        sent = 4 * self.block
+        # A unit's gradients wait until it is done; where a block has experts, they are done first.
+        unit = self.largest.experts or self.block
+        done = experts_whole(self.shape) if self.largest.experts else kept
+        sent = 4 * unit
         if self.wrapper == "fsdp":
-            waiting = c * (head + self.block)
+            waiting = c * (head + self.dense)
         else:
             waiting, sent = (0, 0) if self.summed else (4 * (head + self.block), 0)
         if self.mesh.pp > 1 and self.micro_batches > 1:
@@ -278,12 +301,25 @@ class _Rank:
         if last:
             others = self.held[last[0].number] - 1
             logits = others * tokens * (logits_kept(self.shape) + c * self.shape.vocabulary)
-        weights = _MASTER_BYTES * self.on_device + self.copies(1 + self.spec.parallelism.prefetch)
+        masters = float(_MASTER_BYTES * self.on_device)
+        ahead = self.spec.parallelism.prefetch * self.dense
         gradients = self.summed + waiting
-        whole = self.activations
+        whole = self.activations + tokens * again
         return (
-            _Moment(weights, gradients, whole + tokens * again, logits, tokens * at_work),
-            _Moment(weights, gradients + sent, whole - tokens * kept, logits),
+            _Moment(
+                masters + self.copies(self.block + ahead),
+                gradients,
+                whole,
+                logits,
+                tokens * at_work + self.still_sent,
+            ),
+            _Moment(
+                masters + self.copies(self.dense + ahead),
+                gradients + sent + c * self.largest.experts,
+                whole - tokens * done,
+                logits,
+                tokens * at_work,
+            ),
         )
 
     def at_end(self) -> _Moment:
@@ -291,7 +327,9 @@ class _Rank:
         c = self.shape.compute_bytes
         masters = float(_MASTER_BYTES * self.on_device)
         if self.wrapper != "fsdp":
-            return _Moment(masters + self.copies(0), 4.0 * self.parameters.total)
+            # A tied matrix has a gradient of each use before they are one.
+            twice = 8.0 * self.ends if self.spec.model.tied_head else 0.0
+            return _Moment(masters + self.copies(0), 4.0 * self.parameters.total + twice)
         if self.mesh.pp > 1:
             whole = self.parameters.total + max(self.block, self.ends)
             return _Moment(masters + self.copies(0), 4.0 * whole)

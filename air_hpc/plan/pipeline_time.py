@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from air_hpc.config.spec import PipelineSchedule
 from air_hpc.plan.schedule import SPLIT_BACKWARD, Order, actions_by_rank, stage_owner
 
+_PLAYED_ROUNDS = 4
+"""From how many rounds the time of a further one is taken: with transfers they may take turns."""
+
 
 @dataclass(frozen=True)
 class StageTime:
@@ -50,27 +53,25 @@ def pipeline_time(
     """The time of a step with these passes (one `StageTime` for each stage).
 
     Many micro-batches are not all played: once the pipeline is full each round takes as long as the
-    one before, so the rest follows from two shorter runs (within 1 %: with
-    transfers, rounds may take
-    turns). Raises BadInput as `actions_by_rank`.
+    ones before (within 1 %), so the rest follows from two shorter runs. Raises BadInput as
+    `actions_by_rank`.
     """
     actions = actions_by_rank  # checks the arguments, before anything is shortened
     round_size = pp
     if schedule.startswith("interleaved"):
         round_size = micro_batches // max(1, micro_batches // pp)
-    enough = 4 * pp * stages_per_rank
-    spare = (micro_batches - enough) // round_size - 1
+    spare = (micro_batches - 4 * pp * stages_per_rank) // round_size - _PLAYED_ROUNDS
     if spare < 1:
         orders = actions(schedule, pp, stages_per_rank, micro_batches)
         return simulate(schedule, orders, times, transfer_s)
-    few = micro_batches - (spare + 1) * round_size
+    most = micro_batches - spare * round_size
     first, second = (
         simulate(schedule, actions(schedule, pp, stages_per_rank, n), times, transfer_s)
-        for n in (few, few + round_size)
+        for n in (most - _PLAYED_ROUNDS * round_size, most)
     )
 
     def grown(one: float, other: float) -> float:
-        return other + spare * (other - one)
+        return other + spare * (other - one) / _PLAYED_ROUNDS
 
     busy = tuple(grown(a, b) for a, b in zip(first.busy_s, second.busy_s, strict=True))
     return PipelineTime(grown(first.makespan_s, second.makespan_s), busy)

@@ -70,7 +70,9 @@ def _vocabulary(spec: RunSpec) -> Iterable[Problem]:
 
 
 def _engine(spec: RunSpec) -> Iterable[Problem]:
-    if spec.train.precision == "fp8":
+    device = spec.accelerator
+    there = device.kind != "cpu" and "fp8" not in device.unsupported_precisions
+    if spec.train.precision == "fp8" and there:
         message = f"engine={spec.engine.name} of this version plans fp8 and does not train in it"
         yield Problem("train.precision", "fp8", message, "fp32, bf16")
 
@@ -96,6 +98,19 @@ def _accelerator(spec: RunSpec) -> Iterable[Problem]:
         )
 
 
+_POSITIVE_FIGURES = (
+    "memory_bytes",
+    "memory_bandwidth_bytes_per_s",
+    "scale_up_bytes_per_s",
+    "scale_up_devices",
+    "scale_up_latency_s",
+    "scale_out_bytes_per_s",
+    "scale_out_latency_s",
+    "host_link_bytes_per_s",
+    "cost_per_device_hour",
+)
+
+
 def _accelerator_figures(spec: RunSpec) -> Iterable[Problem]:
     device = spec.accelerator
     known = get_args(Precision)
@@ -106,7 +121,7 @@ def _accelerator_figures(spec: RunSpec) -> Iterable[Problem]:
             yield Problem(key, f"{peak:g}", "unknown precision", ", ".join(known), hint)
         elif peak <= 0:
             yield Problem(key, f"{peak:g}", "a peak in FLOP/s", "above 0, or leave it out")
-    for name in ("memory_bytes", "memory_bandwidth_bytes_per_s", "scale_up_bytes_per_s"):
+    for name in _POSITIVE_FIGURES:
         value = getattr(device, name)
         if value is not None and value <= 0:
             yield Problem(f"accelerator.{name}", str(value), "out of range", "above 0 or null")
@@ -318,7 +333,7 @@ RULES: tuple[Rule, ...] = (
     Rule(("parallelism.tp", "launch.devices_per_node"), degrees.tensor_in_node),
     Rule(("parallelism", "train.compile"), degrees.recompute),
     Rule(("model.vocab_size", "data"), _vocabulary),
-    Rule(("train.precision", "engine"), _engine, to_run=True),
+    Rule(("train.precision", "engine", "accelerator"), _engine, to_run=True),
     Rule(("accelerator", "train.precision"), _accelerator),
     Rule(("accelerator",), _accelerator_figures),
     Rule(("schedule", "train.steps"), _schedule),

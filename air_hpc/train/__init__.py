@@ -23,6 +23,7 @@ PRELOAD = (
     "air_hpc.train.main",
     "air_hpc.train.loop",
     "air_hpc.train.peak",
+    "air_hpc.parallel.failures",
     "air_hpc.probes.ranks",
     "air_hpc.config.accelerators",
 )

@@ -96,7 +96,7 @@ def _train(session: Session, frozen: FrozenRun) -> int:
         timeout_s=spec.train.collective_timeout_s,
         cpu_offload=spec.parallelism.cpu_offload,
     )
-    with naming_collectives(world.rank, _host()):
+    with naming_collectives(world.rank, _host(), world.axes_of_groups()):
         if env.preflight:
             try_device_and_links(session, frozen, world)
         peak = tell_peak(session, frozen, world)

@@ -1,4 +1,7 @@
+import re
 from pathlib import Path
+
+import pytest
 
 from tests.cli.commands import air_hpc, json_of
 
@@ -24,7 +27,7 @@ def test_the_text_says_what_is_unknown_and_both_conventions(tmp_path: Path) -> N
     text = air_hpc("plan", cwd=tmp_path).stdout
     assert "causal" in text
     assert "palm" in text
-    assert "step time      unknown" in text
+    assert re.search(r"^step time +unknown: accelerator=cpu has no peak_flops.fp32$", text, re.M)
     assert "activations" in text
 
 
@@ -78,3 +81,67 @@ def test_hydras_options_hold(tmp_path: Path) -> None:
 def test_colour_stays_out_of_pipes(tmp_path: Path) -> None:
     done = air_hpc("plan", "-m", "train.seed=1,2", cwd=tmp_path, env={"COLUMNS": "30"})
     assert "\x1b" not in done.stdout
+
+
+FAST = [*BIG, "accelerator=h100_sxm", "train.precision=bf16", "train.compile=true"]
+FAST += ["data.sequence_length=8192", "train.global_batch_size=64"]
+
+
+def test_a_known_device_has_a_time_by_parts_and_a_speed(tmp_path: Path) -> None:
+    body = json_of(air_hpc("plan", *FAST, "--json", cwd=tmp_path))
+    assert body["step_time_s"] == pytest.approx(sum(body["step_time"].values()))
+    assert body["tokens_per_second"] == pytest.approx(64 * 8192 / body["step_time_s"])
+    assert 0.2 < body["mfu"]["causal"] < body["mfu"]["palm"] < 0.6
+    assert body["cost"] is None
+    assert body["expected_ettr"] is None
+    text = air_hpc("plan", *FAST, cwd=tmp_path).stdout
+    for part in ("matrix products", "attention", "memory-bound", "FSDP", "training"):
+        assert part in text
+
+
+def test_auto_says_what_it_chose_over_what(tmp_path: Path) -> None:
+    words = [*FAST, "parallelism=auto", "parallelism.recompute=ops"]
+    text = air_hpc("plan", *words, cwd=tmp_path).stdout
+    assert re.search(r"^search +[\d,]+ layouts", text, re.M)
+    assert text.count("  next  ") == 2
+    assert "  no search " in text
+    body = json_of(air_hpc("plan", *words, "--json", cwd=tmp_path))
+    chosen = body["search"]["chosen"]
+    assert chosen["mesh"] == body["mesh"]
+    assert "parallelism.recompute=ops" in chosen["overrides"]
+    assert chosen["step_time_s"] == pytest.approx(body["step_time_s"])
+    again = json_of(air_hpc("plan", *FAST, *chosen["overrides"], "--json", cwd=tmp_path))
+    assert again["step_time_s"] == pytest.approx(body["step_time_s"])
+    assert again["memory_per_rank_bytes"] == body["memory_per_rank_bytes"]
+
+
+def test_a_scaling_table_and_how_many_nodes(tmp_path: Path) -> None:
+    priced = [*FAST, "parallelism.recompute=full", "accelerator.cost_per_device_hour=2"]
+    asked = ["--nodes", "1,2,3,4", "--target-tokens", "1T", "--deadline", "500d", "--json"]
+    body = json_of(air_hpc("plan", *priced, *asked, cwd=tmp_path))
+    rows = {row["nodes"]: row for row in body["scaling"]}
+    assert list(rows) == [1, 2, 3, 4]
+    assert "does not divide" in rows[3]["problem"]
+    assert rows[4]["speedup"] > rows[2]["speedup"] > 1
+    fast_enough = [n for n in (1, 2, 4) if rows[n]["training_s"] <= 500 * 86400]
+    assert body["answer"]["nodes"] == min(fast_enough)
+    text = air_hpc("plan", *priced, *asked[:-1], cwd=tmp_path).stdout
+    assert text.startswith("NODES")
+    assert f"how many nodes: {min(fast_enough)} " in text
+
+
+def test_everything_wrong_with_the_asks_and_the_config_is_told_at_once(tmp_path: Path) -> None:
+    words = ["--nodes", "1,x", "--target-tokens", "many", "--deadline", "2m", "--budget", "-1"]
+    done = air_hpc("plan", *words, "--rank", "3", "train.steps=0", "--json", cwd=tmp_path)
+    assert done.returncode == 2
+    keys = {problem["key"] for problem in json_of(done)["problems"]}
+    assert keys == {
+        "--nodes", "--target-tokens", "--deadline", "--budget", "--rank", "train.steps"
+    }  # fmt: skip
+
+
+def test_a_layout_that_cannot_fit_is_bad_input_with_the_least_it_would_need(tmp_path: Path) -> None:
+    words = [*FAST, "parallelism=auto", "model=llama_405b", "launch.nodes=1"]
+    done = air_hpc("plan", *words, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "the smallest needs" in done.stderr

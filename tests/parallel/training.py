@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from air_hpc.config.spec import ModelSpec, MoeSpec, OptimizerSpec
 from air_hpc.parallel.engine import Engine
@@ -132,12 +134,17 @@ def step(
     mine = batch.chunk(world.data_ranks)[place]
     loss = engine.step(mine.view(engine.micro_batches, -1, TOKENS + 1))
     if mutant == "doubled gradient" and world.rank == world.world_size - 1:
-        held[0].parameter.grad.mul_(2.0)  # type: ignore[union-attr]
+        gradients = [local(one.parameter.grad) for one in held if one.parameter.grad is not None]
+        max(gradients, key=lambda gradient: float(gradient.norm())).mul_(2.0)
     norm = clip_gradients(held, 1.0)
     optimizer.step()
     engine.finish_step()
     optimizer.zero_grad()
     return float(sum_over_ranks(loss)), float(norm)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @contextmanager
@@ -151,6 +158,8 @@ def mutated(mutant: str) -> Iterator[None]:
             patch.setattr("air_hpc.parallel.engine.settle_gradients", lambda *_: None)
         elif mutant == "copies apart":
             patch.setattr(TiedCopies, "add_gradients", lambda _: None)
+        elif mutant == "experts averaged among themselves":
+            patch.setattr(FSDPModule, "set_gradient_divide_factor", lambda *_: None)
         elif mutant == "unsettled embedding":
             patch.setattr("air_hpc.parallel.engine.settle_embedding", lambda _: None)
         yield

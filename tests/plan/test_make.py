@@ -112,8 +112,14 @@ def test_plan_json_has_the_fields_of_the_design_and_null_for_the_unknown() -> No
     assert told["flops_per_token"]["causal"] == pytest.approx(51.47e9, rel=1e-3)
     assert told["flops_per_token"]["palm"] == pytest.approx(57.91e9, rel=1e-3)
     assert told["memory_per_rank_bytes"] == plan.memory_per_rank.total_bytes
-    assert told["step_time_s"] is None
-    assert told["mfu"] == {"causal": None, "palm": None}
+    assert told["step_time_s"] == plan.step_time_s > 0
+    assert 0.2 < told["mfu"]["causal"] < told["mfu"]["palm"] < 0.6
+    unknown = SHARED.compose(["accelerator=gb200", "train.precision=bf16"])
+    other, _ = make_plan(unknown, local_cpu_count=1)
+    assert other is not None
+    assert plan_json(other, unknown)["step_time_s"] is None
+    assert plan_json(other, unknown)["mfu"] == {"causal": None, "palm": None}
+    assert "matmul_ceiling" in plan_json(other, unknown)["step_time_unknown"]
     assert told["mesh"] == {
         "pp": 1,
         "dp_replicate": 2,

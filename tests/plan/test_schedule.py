@@ -161,7 +161,7 @@ def test_what_is_not_played_is_what_would_have_been(
     schedule: PipelineSchedule, pp: int, more: int, transfer_s: float, last: float
 ) -> None:
     loops = loops_of(schedule)
-    n = pp * (4 * loops + 3 + more)
+    n = pp * (4 * loops + 6 + more)
     times = [*even(pp * loops - 1), StageTime(last, last, last)]
     orders = actions_by_rank(schedule, pp, loops, n)
     whole = simulate(schedule, orders, times, transfer_s)

@@ -35,7 +35,7 @@ def small_spec(steps: int, **changes: Any) -> RunSpec:
     spec = RunSpec(
         accelerator=AcceleratorSpec(name="cpu", kind="cpu", peak_source="measured"),
         model=ModelSpec(
-            dim=16, layers=2, heads=2, kv_heads=1, ffn_dim=32, vocab_size=256, dropout=0.1
+            dim=16, layers=2, heads=2, kv_heads=2, ffn_dim=32, vocab_size=256, dropout=0.1
         ),
         data=DataSpec(sequence_length=TOKENS),
         optimizer=OptimizerSpec(lr=1e-2),

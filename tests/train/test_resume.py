@@ -60,8 +60,14 @@ def digests(run: RunDir, step: int) -> list[str]:
 
 @pytest.mark.parametrize(
     ("mesh", "batch"),
-    [(Mesh(), 8), (Mesh(dp_replicate=3), 12), (Mesh(dp_shard=2), 8)],
-    ids=["single", "ddp3", "fsdp2"],
+    [
+        (Mesh(), 8),
+        (Mesh(dp_replicate=3), 12),
+        (Mesh(dp_shard=2), 8),
+        pytest.param(Mesh(tp=2), 8, marks=pytest.mark.full),
+        (Mesh(pp=2), 8),
+    ],
+    ids=["single", "ddp3", "fsdp2", "tp2", "pp2"],
 )
 def test_a_stopped_and_resumed_run_equals_the_undisturbed_one_bit_for_bit(
     tmp_path: Path, mesh: Mesh, batch: int
@@ -149,14 +155,15 @@ def test_other_data_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_loads_on_another_mesh(tmp_path: Path) -> None:
-    model = ModelSpec(dim=16, layers=2, heads=2, kv_heads=1, ffn_dim=32, vocab_size=256)
+    model = ModelSpec(dim=16, layers=2, heads=2, kv_heads=2, ffn_dim=32, vocab_size=256)
     sgd = OptimizerSpec(name="sgd", lr=0.1)
     spec = small_spec(STEPS, model=model, optimizer=sgd)
     whole, moved = make_run(tmp_path, "whole"), make_run(tmp_path, "moved")
     attempt(whole, spec, plan_for(spec, Mesh()))
     attempt(moved, spec, plan_for(spec, Mesh(dp_shard=2)), stop_after=4)
     attempt(moved, spec, plan_for(spec, Mesh(dp_replicate=2, dp_shard=2), 1), (4,), stop_after=6)
-    attempt(moved, spec, plan_for(spec, Mesh(), 4), (6,))
+    attempt(moved, spec, plan_for(spec, Mesh(pp=2), 2), (6,), stop_after=8)
+    attempt(moved, spec, plan_for(spec, Mesh(), 4), (8,))
     for step, (loss, norm) in curve(whole).items():
         assert curve(moved)[step] == pytest.approx((loss, norm), abs=2e-5), step
 
@@ -180,7 +187,8 @@ def test_a_run_goes_on_with_fewer_and_more_ranks_with_its_whole_state(
         assert curve(moved)[step] == pytest.approx((loss, norm), rel=2e-4), step
 
 
-def test_an_automatic_interval_saves_at_one_step_on_all_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mesh", [Mesh(dp_replicate=2), Mesh(pp=2)], ids=["ddp2", "pp2"])
+def test_an_automatic_interval_saves_at_one_step_on_all_ranks(tmp_path: Path, mesh: Mesh) -> None:
     """Every step lasts longer than the interval, so each log step is one to save at; the ranks
     would wait for each other for ever if they did not agree."""
     spec = small_spec(STEPS)
@@ -188,7 +196,7 @@ def test_an_automatic_interval_saves_at_one_step_on_all_ranks(tmp_path: Path) ->
         interval_steps="auto", min_interval_s=1e-6, max_interval_s=1e-6, keep_last=100
     )
     spec = replace(spec, checkpoint=often, train=replace(spec.train, log_interval_steps=2))
-    plan = plan_for(spec, Mesh(dp_replicate=2))
+    plan = plan_for(spec, mesh)
     auto, fixed = make_run(tmp_path, "auto"), make_run(tmp_path, "fixed")
     attempt(auto, spec, plan)
     attempt(fixed, replace(spec, checkpoint=CheckpointSpec(interval_steps=100)), plan)
