@@ -2,8 +2,8 @@
 
 A fake process group answers for the other ranks at once, and fake tensors have shapes and no
 values, so a rank of a thousand is built and run for a step in seconds: what it computes, sends and
-holds is counted (`counting`, `holding`) instead of predicted. It is the engine's own code but for three
-places:
+holds is counted (`counting`, `holding`) instead of predicted. It is the engine's own code but for
+three places:
 
 - weights get no values, and DDP (whose C++ half wants real ones) stays off: its one all-reduce of
   the gradients is counted by hand;
