@@ -38,7 +38,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from air_hpc.config.spec import OptimizerSpec, RunSpec
 from air_hpc.errors import EXIT_OK, AirHpcError, BadInput
-from air_hpc.parallel.counting import ACTIVATIONS, Flops, Moved, Watch
+from air_hpc.parallel.counting import Flops, Moved, Watch
+from air_hpc.parallel.holding import ACTIVATIONS
 from air_hpc.parallel.options import EngineOptions
 from air_hpc.parallel.traced import TracedEngine, fake_world
 from air_hpc.plan.frozen import read_run_yaml
@@ -76,6 +77,8 @@ class Trace:
         """As it is printed."""
         body = asdict(self)
         body["memory"] = {"peak_bytes": body.pop("peak_bytes"), **body["memory"]}
+        for name in ("in_flight", "traffic"):
+            body[name] = list(body[name])
         return body
 
 

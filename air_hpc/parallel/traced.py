@@ -2,8 +2,8 @@
 
 A fake process group answers for the other ranks at once, and fake tensors have shapes and no
 values, so a rank of a thousand is built and run for a step in seconds: what it computes, sends and
-holds is counted (`counting`) instead of predicted. It is the engine's own code but for three
-places:
+holds is counted (`counting`, `holding`) instead of predicted. It is the engine's own code but for
+three places:
 
 - weights get no values, and DDP (whose C++ half wants real ones) stays off: its one all-reduce of
   the gradients is counted by hand;
@@ -32,8 +32,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from air_hpc.config.spec import ModelSpec
 from air_hpc.models import Decoder
-from air_hpc.parallel.counting import ACTIVATIONS, BUFFERS, GRADIENTS, Memory, Traffic, Watch
+from air_hpc.parallel.counting import Traffic, Watch
 from air_hpc.parallel.engine import Engine
+from air_hpc.parallel.holding import ACTIVATIONS, BUFFERS, GRADIENTS, Memory
 from air_hpc.parallel.pipeline import Flow, Pipeline
 from air_hpc.parallel.shard import is_plain
 from air_hpc.parallel.world import World, build_expert_mesh, build_mesh
