@@ -30,10 +30,10 @@ Ranges = tuple[tuple[int, int], ...]
 
 def poison(patch: pytest.MonkeyPatch, bad: dict[int, float], rank: int) -> None:
     """Multiply the last rank's loss of the batches `bad`: NaN, or a factor."""
-    from air_hpc.train import loop
+    from air_hpc.parallel import tensor
 
     now = {"batch": -1}
-    whole, read = loop.next_token_loss, Batches.step_batch
+    whole, read = tensor.next_token_loss, Batches.step_batch
 
     def step_batch(self: Batches, step: int) -> Any:
         now["batch"] = self.batch_at(step)
@@ -45,7 +45,7 @@ def poison(patch: pytest.MonkeyPatch, bad: dict[int, float], rank: int) -> None:
         return value * factor if factor != 1.0 else value
 
     patch.setattr(Batches, "step_batch", step_batch)
-    patch.setattr(loop, "next_token_loss", loss)
+    patch.setattr(tensor, "next_token_loss", loss)
 
 
 def train_poisoned(
