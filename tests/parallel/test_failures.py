@@ -133,7 +133,11 @@ def test_other_errors_go_through_as_they_are(error: Exception) -> None:
     assert raised.value is error
 
 
-def test_without_a_recorder_the_failure_is_told_all_the_same() -> None:
+def test_without_a_recorder_the_failure_is_told_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Another test may have trained in this very process.
+    monkeypatch.setattr("air_hpc.parallel.failures.recorded", list)
     text = "[/src/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:9"
     with pytest.raises(CollectiveFailed) as raised, naming_collectives(0, "here"):
         raise RuntimeError(text)
