@@ -24,17 +24,18 @@ from air_hpc.session.messages import Message
 from air_hpc.session.session import Session
 from air_hpc.train.guard import LossDiverged
 
-_OF_TORCH_MODULES = (
+_OF_TORCH_MODULES: tuple[tuple[str, str, FailureClass | None], ...] = (
     ("air_hpc.checkpoint.saver", "SavesFail", FailureClass.STORAGE),
     ("air_hpc.checkpoint.loader", "NoUsableCheckpoint", FailureClass.CHECKPOINT),
     ("air_hpc.data.shards", "ShardUnreadable", FailureClass.DATA),
-    ("air_hpc.parallel.failures", "CollectiveFailed", FailureClass.NETWORK),
+    ("air_hpc.parallel.failures", "CollectiveFailed", None),
     ("air_hpc.parallel.world", "RanksMissing", FailureClass.NETWORK),
     ("air_hpc.probes.ranks", "DeviceUnfit", FailureClass.DEVICE),
     ("air_hpc.probes.ranks", "LinkUnfit", FailureClass.NETWORK),
 )
 """Errors whose modules import torch. Named, not imported: torch itself may be what is missing, and
-an error can only be of a module that is loaded."""
+an error can only be of a module that is loaded. None leaves the class to the table of failures:
+what a collective library raised may be a device's fault, or one the user has a rule for."""
 
 
 def main() -> int:

@@ -12,12 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from air_hpc.config.compose import Composer
 from air_hpc.parallel.failures import CollectiveFailed, naming_collectives, pick
 from air_hpc.parallel.world import build_mesh
 from air_hpc.plan.types import Mesh
-from air_hpc.rundir.words import FailureClass
+from air_hpc.recovery.rules import Evidence, RuleTable
+from air_hpc.session.failure import error_facts
 from air_hpc.session.watch import Membership
-from air_hpc.train.main import own_class
 from tests.torch_ranks import run_ranks
 
 pytestmark = pytest.mark.torch
@@ -50,8 +51,7 @@ def rank_in_trouble(rank: int, rendezvous: str, trouble: str) -> dict[str, Any]:
             "text": str(error),
             "operation": error.operation,
             "timed_out": error.timed_out,
-            "class": own_class(error),
-            "exit_code": error.exit_code,
+            "facts": error_facts(error),
         }
     finally:
         open(f"{rendezvous}-told", "w").close()
@@ -84,9 +84,31 @@ def test_a_silent_rank_is_told_when_the_group_s_time_is_up() -> None:
     operation = told["operation"]
     assert (operation.name, operation.group, operation.ranks) == ("all_gather", "tp", (2, 3))
     assert (operation.sizes, operation.dtypes) == (((4, 3),), ("float",))
-    assert (told["class"], told["exit_code"]) == (FailureClass.NETWORK, 1)
+    assert class_of(told["facts"]) == "network"
     assert "all_gather #2" in told["text"]
     assert "Timed out waiting 1000ms" in told["text"]
+
+
+def class_of(facts: dict[str, Any]) -> str | None:
+    """By the table that ships, from what a worker tells of its error."""
+    texts = (f"{facts['type']}: {facts['message']}", *facts["causes"])
+    table = RuleTable.of(Composer().compose([]).recovery.rules)
+    match = table.match(Evidence(exceptions=tuple(facts["exceptions"]), texts=texts))
+    return None if match is None else str(match.failure_class)
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ("NCCL error: unhandled system error, ncclSystemError", "network"),
+        ("NCCL error: CUDA error: uncorrectable ECC error encountered", "device"),
+        ("ncclInternalError: something that no rule knows", "network"),
+    ],
+)
+def test_what_a_collective_died_of_may_be_a_device_s_fault(said: str, expected: str) -> None:
+    with pytest.raises(CollectiveFailed) as raised, naming_collectives(0, "n1"):
+        raise RuntimeError(said)
+    assert class_of(error_facts(raised.value)) == expected
 
 
 def entry(number: int, **facts: Any) -> dict[str, Any]:

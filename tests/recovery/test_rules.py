@@ -163,7 +163,8 @@ EXAMPLES: dict[str, list[Evidence]] = {
         ),
     ],
     "torch_network": [
-        error("torch.distributed.DistBackendError", "something new", "RuntimeError")
+        error("torch.distributed.DistBackendError", "something new", "RuntimeError"),
+        error("air_hpc.parallel.failures.CollectiveFailed", "rank 3 on n2: all_reduce failed"),
     ],
     "connection": [
         error("TimeoutError", "[Errno 110] Connection timed out", "OSError", errno="ETIMEDOUT"),

@@ -10,6 +10,7 @@ from air_hpc.checkpoint.loader import NoUsableCheckpoint
 from air_hpc.checkpoint.saver import SavesFail
 from air_hpc.data.shards import ShardUnreadable
 from air_hpc.errors import BadInput, EnvironmentFailure
+from air_hpc.parallel.failures import CollectiveFailed
 from air_hpc.parallel.world import RanksMissing
 from air_hpc.probes.ranks import DeviceUnfit, LinkUnfit
 from air_hpc.rundir.commit import CheckpointUnreadable
@@ -34,6 +35,7 @@ from air_hpc.train.setup import torch_warning
         (DeviceUnfit("pre-flight: matmul: 1 TFLOP/s, the median of 8 is 4"), FailureClass.DEVICE),
         (LinkUnfit("pre-flight: all_reduce_node: 90 ms"), FailureClass.NETWORK),
         (ShardUnreadable("x"), FailureClass.DATA),
+        (CollectiveFailed(0, "n1", None, "NCCL error"), None),
         (OSError(errno.ENOSPC, "No space left on device"), None),
         (TypeError("forward() missing 1 argument"), None),
     ],
