@@ -32,7 +32,9 @@ _context.set_forkserver_preload(
 )
 
 
-def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+def run_ranks(
+    world_size: int, function: Callable[..., Any], *args: Any, deadline_s: float = DEADLINE_S
+) -> list[Any]:
     """`function(rank, rendezvous file, *args)` on each rank; the results in rank order."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
@@ -49,7 +51,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list
             ends.append(ours)
             processes.append(process)
         try:
-            return _collect(ends)
+            return _collect(ends, deadline_s)
         finally:
             for process in processes:
                 process.join(0.5)
@@ -58,12 +60,12 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list
                     process.join()
 
 
-def _collect(ends: list[Connection]) -> list[Any]:
+def _collect(ends: list[Connection], deadline_s: float) -> list[Any]:
     results: dict[int, Any] = {}
     failures: list[str] = []
     while len(results) < len(ends):
         open_ends = [end for i, end in enumerate(ends) if i not in results]
-        ready = wait(open_ends, timeout=DEADLINE_S if not failures else 5.0)
+        ready = wait(open_ends, timeout=deadline_s if not failures else 5.0)
         if not ready:
             failures.append(f"no answer from {len(open_ends)} ranks")
             break

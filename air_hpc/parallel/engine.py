@@ -214,7 +214,7 @@ class Engine:
                 split(part, self._tensor_mesh, keep_logits_cut=self._loss_mesh is not None)
                 if options.compile:
                     settle_embedding(part)
-            prepare_blocks(part, options)
+            prepare_blocks(part, options, exchanges=world.degrees.ep > 1)
             if uses_fsdp(world, options):
                 shard(part, world, options)
             self._fill(part, model, seed, torch.device("cpu") if host else world.device)

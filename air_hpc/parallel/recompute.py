@@ -12,7 +12,6 @@ another. Compiling is by block: one graph serves all of them, and FSDP's hooks s
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from torch.utils.checkpoint import (
 )
 
 from air_hpc.errors import BadInput
+from air_hpc.models.moe import moe_layers
 from air_hpc.parallel.options import EngineOptions
 
 _ATEN = torch.ops.aten
@@ -50,8 +50,11 @@ SAC_IGNORED_OPS.update(
 )
 
 
-def prepare_blocks(part: nn.Module, options: EngineOptions) -> None:
+def prepare_blocks(part: nn.Module, options: EngineOptions, *, exchanges: bool = False) -> None:
     """Give each block of `part` its recomputation, and compile it.
+
+    `exchanges`: experts lie on several ranks. FSDP gathers them apart, inside their blocks, which
+    then are no one graph.
 
     Raises BadInput for `budget` without compiling: it is the compiler that keeps to it.
     """
@@ -69,7 +72,8 @@ def prepare_blocks(part: nn.Module, options: EngineOptions) -> None:
         if options.recompute in ("full", "ops"):
             _recompute(block, selective=options.recompute == "ops")
         if options.compile:
-            block.compile(fullgraph=True, backend=options.compile_backend)
+            whole = not (exchanges and moe_layers(block))
+            block.compile(fullgraph=whole, backend=options.compile_backend)
 
 
 def _recompute(block: nn.Module, *, selective: bool) -> None:
@@ -77,9 +81,13 @@ def _recompute(block: nn.Module, *, selective: bool) -> None:
     if selective:
         kept["context_fn"] = _selection
     random = bool(getattr(block, "dropout", 0.0))
-    block.forward = functools.partial(
-        checkpoint, block.forward, use_reentrant=False, preserve_rng_state=random, **kept
-    )
+    whole = block.forward
+
+    # A frame of our own: torch.compile begins no graph in one of torch's.
+    def forward(*inputs: Any) -> Any:
+        return checkpoint(whole, *inputs, use_reentrant=False, preserve_rng_state=random, **kept)
+
+    block.forward = forward
 
 
 def _selection() -> Any:

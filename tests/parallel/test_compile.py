@@ -5,6 +5,8 @@ By a backend that traces and compiles nothing (aot_eager): what can go wrong is 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from air_hpc.parallel.options import EngineOptions
@@ -17,7 +19,10 @@ BOUND, NOTICED = 2e-5, 2e-4
 TRACED = EngineOptions(compile=True, compile_backend="aot_eager")
 
 CURATED = {
-    1: [Case(Mesh(), options=EngineOptions(compile=True, compile_backend="aot_eager"))],
+    1: [
+        Case(Mesh(), options=replace(TRACED, recompute=recompute)) for recompute in ("full", "ops")
+    ],
+    2: [Case(Mesh(dp_shard=2, ep=2), "mixtral", options=TRACED)],
     4: [Case(Mesh(dp_shard=2, tp=2), options=TRACED)],
 }
 ALL = {
@@ -25,7 +30,7 @@ ALL = {
         Case(
             mesh,
             model,
-            options=EngineOptions(compile=True, compile_backend="aot_eager", recompute=recompute),
+            options=replace(TRACED, recompute=recompute),
         )
         for mesh in (Mesh(dp_replicate=2), Mesh(dp_shard=2), Mesh(tp=2), Mesh(pp=2))
         for model in ("llama", "gemma")

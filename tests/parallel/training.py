@@ -23,7 +23,7 @@ from air_hpc.parallel.reduce import clip_gradients, sum_over_ranks
 from air_hpc.parallel.world import World, build_expert_mesh, build_mesh
 from air_hpc.plan.types import Mesh
 from air_hpc.train.optimizer import build_optimizer
-from tests.torch_ranks import join_world, run_ranks
+from tests.torch_ranks import DEADLINE_S, join_world, run_ranks
 
 TOKENS, GLOBAL_BATCH, STEPS = 16, 8, 5
 Curve = list[tuple[float, float]]
@@ -63,6 +63,10 @@ MODELS = {
     ),
 }
 """A twin of each family, smaller than those of conf/model."""
+
+
+CASE_S = 20.0
+"""What one case may take beside the start of its ranks; a compiler takes its time."""
 
 
 @dataclass(frozen=True)
@@ -175,7 +179,7 @@ def single() -> dict[str, Curve]:
 def curves(cases: Sequence[Case]) -> list[Curve]:
     """Of cases of one world size; every rank must have seen the same."""
     [size] = {case.degrees.world_size for case in cases}
-    results = run_ranks(size, train_cases, cases)
+    results = run_ranks(size, train_cases, cases, deadline_s=DEADLINE_S + CASE_S * len(cases))
     assert all(result == results[0] for result in results)
     found: list[Curve] = results[0]
     return found
