@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from air_hpc.models.init import seed_of
+from air_hpc.models.local import local_part
 from air_hpc.plan.types import Mesh
 
 
@@ -158,7 +159,7 @@ def first_not_finite(state: Mapping[str, Any]) -> str | None:
     """
     for part in ("model", "optimizer"):
         for name, value in state.get(part, {}).items():
-            tensor = value.to_local() if isinstance(value, DTensor) else value
+            tensor = local_part(value)
             if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
                 continue
             if not torch.isfinite(tensor.sum()) and not torch.isfinite(tensor).all():
@@ -190,7 +191,7 @@ def put_back(
 
 def _copy(source: Tensor, target: Tensor) -> None:
     """Unless they are one and the same; both are cut alike."""
-    pieces = [t.to_local() if isinstance(t, DTensor) else t for t in (source, target)]
+    pieces = [local_part(t) for t in (source, target)]
     if pieces[0].data_ptr() != pieces[1].data_ptr():
         pieces[1].copy_(pieces[0])
 

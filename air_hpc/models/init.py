@@ -22,6 +22,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from air_hpc.config.spec import ModelSpec
 from air_hpc.models.decoder import Decoder
+from air_hpc.models.local import local_part
 from air_hpc.models.moe import MoeFeedForward
 
 _RESIDUAL = (
@@ -61,7 +62,7 @@ def initialize(model: nn.Module, spec: ModelSpec, seed: int, device: torch.devic
         for name, parameter in model.named_parameters():
             values = _values(name, parameter, spec, seed)
             if isinstance(parameter, DTensor):
-                _local_part(parameter).copy_(_cut(values, parameter))
+                local_part(parameter).copy_(_cut(values, parameter))
             else:
                 parameter.copy_(values)
     for module in model.modules():
@@ -80,10 +81,6 @@ def _values(name: str, parameter: Tensor, spec: ModelSpec, seed: int) -> Tensor:
     generator = torch.Generator(parameter.device).manual_seed(seed_of(seed, "init", name))
     values = torch.empty(parameter.shape, device=parameter.device, dtype=torch.float32)
     return values.normal_(0.0, std, generator=generator).to(parameter.dtype)
-
-
-def _local_part(parameter: DTensor) -> Tensor:
-    return parameter.to_local()
 
 
 def _cut(values: Tensor, parameter: DTensor) -> Tensor:

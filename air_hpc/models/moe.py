@@ -36,10 +36,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
-from torch.distributed.tensor import DTensor
 
 from air_hpc.config.spec import ModelSpec, MoeSpec
 from air_hpc.models.feed_forward import FeedForward, activate
+from air_hpc.models.local import local_part
 
 Dispatch = Callable[[Tensor, Tensor, "Experts"], Tensor]
 """Takes rows (choices, dim) sorted by expert, how many belong to each of all experts, and the
@@ -67,7 +67,7 @@ class Experts(nn.Module):
         collectives of all ranks match.
         """
         dtype = _compute_dtype(rows)
-        w1, w2, w3 = (_local(weight).to(dtype) for weight in (self.w1, self.w2, self.w3))
+        w1, w2, w3 = (local_part(weight).to(dtype) for weight in (self.w1, self.w2, self.w3))
         rows = rows.to(dtype)
         if groupable(w1) and groupable(w2) and has_values(rows):
             ends = counts.cumsum(0, dtype=torch.int32)
@@ -86,10 +86,6 @@ class Experts(nn.Module):
 def _each(parts: Iterable[Tensor], weights: Tensor) -> Tensor:
     products = [part @ w.T for part, w in zip(parts, weights.unbind(), strict=True)]
     return torch.cat(products)
-
-
-def _local(weight: Tensor) -> Tensor:
-    return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:

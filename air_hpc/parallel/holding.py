@@ -18,10 +18,10 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
+from air_hpc.models.local import local_part
 from air_hpc.parallel.counting import in_backward
 
 ACTIVATIONS, TEMPORARY = "activations", "temporary"
@@ -90,7 +90,7 @@ class Memory:
     def label(self, label: str, *tensors: Tensor) -> None:
         """Say what the storages of `tensors` (local parts of DTensors) hold."""
         for tensor in tensors:
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            local = local_part(tensor)
             self._labels[self._number(local, label)] = label
 
     @property

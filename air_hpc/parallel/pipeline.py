@@ -24,14 +24,14 @@ from torch.distributed.pipelining.schedules import (
     PipelineScheduleSingle,
     get_schedule_class,
 )
-from torch.distributed.tensor import DTensor
 
 from air_hpc.config.spec import ModelSpec
 from air_hpc.errors import BadInput, Problem, raise_if_any
 from air_hpc.models import Decoder
+from air_hpc.models.local import local_part
 from air_hpc.parallel.options import EngineOptions
 from air_hpc.parallel.world import World
-from air_hpc.plan.schedule import SINGLE_STAGE, SPLIT_BACKWARD, stage_owner
+from air_hpc.plan.schedule import SPLIT_BACKWARD, stage_owner, stages_per_rank
 from air_hpc.plan.stages import cut_layers
 
 SCHEDULES = {
@@ -72,7 +72,7 @@ class Flow:
 def cut_of(model: ModelSpec, sequence_length: int, world: World, options: EngineOptions) -> Cut:
     """The stages of `model` on this rank."""
     pp = world.degrees.pp
-    each = options.pp_stages_per_rank or (1 if options.pp_schedule in SINGLE_STAGE else 2)
+    each = options.pp_stages_per_rank or stages_per_rank(options.pp_schedule)
     owners = stage_owner(options.pp_schedule, pp, each)
     layers = cut_layers(model, sequence_length, len(owners))
     here = world.mesh.get_local_rank("pp")
@@ -167,7 +167,7 @@ class TiedCopies:
 
     def add_gradients(self) -> None:
         """Give each copy the sum of both gradients."""
-        gradients = [_local(weight.grad) for weight in self._held if weight.grad is not None]
+        gradients = [local_part(weight.grad) for weight in self._held if weight.grad is not None]
         if len(gradients) == 2:
             gradients[0].add_(gradients[1])
             gradients[1].copy_(gradients[0])
@@ -188,10 +188,6 @@ def _refuse_two_passes(options: EngineOptions) -> None:
         why = f"{twice}, and a compiled block's cannot be parted"
         problems.append(Problem("train.compile", "true", why, allowed="false"))
     raise_if_any(problems)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _example(part: Decoder, flow: Flow, world: World, *, entering: bool) -> Tensor:

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.utils import get_total_norm
 
+from air_hpc.models.local import local_part
+
 
 @dataclass(frozen=True)
 class Held:
@@ -42,7 +44,7 @@ def gradient_norm(held: Sequence[Held]) -> Tensor:
     by_copies: dict[int, list[Tensor]] = {}
     for one in held:
         if one.parameter.grad is not None:
-            by_copies.setdefault(one.copies, []).append(_local(one.parameter.grad))
+            by_copies.setdefault(one.copies, []).append(local_part(one.parameter.grad))
     if all(one.copies == world_size for one in held):
         return get_total_norm(by_copies.get(world_size, []))
     squares = [get_total_norm(grads) ** 2 / copies for copies, grads in by_copies.items()]
@@ -57,7 +59,7 @@ def clip_gradients(held: Sequence[Held], max_norm: float) -> Tensor:
     """Scale all gradients so that their norm is at most `max_norm`; returns the norm before."""
     norm = gradient_norm(held)
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    grads = [_local(one.parameter.grad) for one in held if one.parameter.grad is not None]
+    grads = [local_part(one.parameter.grad) for one in held if one.parameter.grad is not None]
     if grads:
         torch._foreach_mul_(grads, factor.to(grads[0].device))
     return norm
@@ -69,7 +71,3 @@ def sum_over_ranks(values: Tensor) -> Tensor:
         values = values.clone()
         dist.all_reduce(values)
     return values
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

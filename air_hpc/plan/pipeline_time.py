@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from air_hpc.config.spec import PipelineSchedule
-from air_hpc.plan.schedule import SPLIT_BACKWARD, Order, actions_by_rank, stage_owner
+from air_hpc.plan.schedule import Order, actions_by_rank, stage_owner
 
 _PLAYED_ROUNDS = 4
 """From how many rounds the time of a further one is taken: with transfers they may take turns."""
@@ -181,8 +181,3 @@ def in_flight(
 
 def _weights(order: Order, weights: Sequence[float]) -> dict[int, float]:
     return {stage: weights[stage] for stage in sorted({action.stage for action in order})}
-
-
-def splits_backward(schedule: PipelineSchedule) -> bool:
-    """Whether the halves of the backward pass run apart, which holds activations longer."""
-    return schedule in SPLIT_BACKWARD

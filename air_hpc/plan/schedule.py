@@ -69,12 +69,6 @@ def stage_owner(schedule: str, pp: int, stages_per_rank: int) -> tuple[int, ...]
     return tuple(r for _ in loops for r in range(pp))
 
 
-def stages_of(schedule: str, pp: int, stages_per_rank: int, rank: int) -> tuple[int, ...]:
-    """The stages of one pipeline rank, in ascending order."""
-    owners = stage_owner(schedule, pp, stages_per_rank)
-    return tuple(stage for stage, owner in enumerate(owners) if owner == rank)
-
-
 def micro_batches_that_work(
     schedule: PipelineSchedule, pp: int, stages_per_rank: int, near: int
 ) -> str | None:

@@ -25,7 +25,6 @@ from air_hpc.plan.schedule import (
     actions_by_rank,
     micro_batches_that_work,
     stage_owner,
-    stages_of,
     stages_per_rank,
 )
 
@@ -203,7 +202,6 @@ def test_a_full_pipeline_holds_no_more_with_more_micro_batches(
 def test_v_schedules_bring_both_ends_to_the_first_rank() -> None:
     assert stage_owner("zbv_zero_bubble", 4, 2) == (0, 1, 2, 3, 3, 2, 1, 0)
     assert stage_owner("looped_bfs", 4, 2) == (0, 1, 2, 3, 0, 1, 2, 3)
-    assert stages_of("dual_pipe_v", 4, 2, 1) == (1, 6)
 
 
 def test_automatic_stages_of_a_rank() -> None:
